@@ -1,0 +1,60 @@
+"""The compressor: groups of `ratio` tokens become one latent, across chunk edges. Formula: docs/model.md, "Compressor"."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from widemesh.model.config import ModelConfig
+from widemesh.model.linear import Linear, RMSNorm
+from widemesh.model.step import StepContext
+from widemesh.pallas_kernels.compress import pool_group
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    """Latents of the groups that this step may complete, un-rotated."""
+
+    latent: Float[Array, "B M H"]
+    index: Int32[Array, "B M"]  # entry number
+    valid: Bool[Array, "B M"]  # whether the group's last token is among the valid rows
+
+
+class Compressor(nnx.Module):
+    """wkv (and wgate for ratios above 1), pooling and norm. A ratio of 1 has no gate: each token is its own group."""
+
+    def __init__(self, config: ModelConfig, ratio: int):
+        kind = "f32" if ratio > 1 else "bf16"
+        inp = (config.hidden_size, "embed")
+        self.ratio = ratio
+        self.wkv = Linear((config.head_dim, "head_dim"), inp, kind=kind)
+        if ratio > 1:
+            self.wgate = Linear((config.head_dim, "head_dim"), inp, kind=kind)
+        self.norm = RMSNorm(config.head_dim, "head_dim", eps=config.rms_norm_eps)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], pending: Float[Array, "B open 2 H"], step: StepContext
+    ) -> tuple[Latents, Float[Array, "B open 2 H"]]:
+        """Latents of the groups ending in this step, and the rows of the group left open."""
+        rows, r = step.rows, self.ratio
+        if r == 1:
+            latent = self.norm(self.wkv(x, step.numerics), step.numerics)
+            return Latents(latent, rows.positions, rows.valid), pending
+        new = jnp.stack([self.wkv(x, step.numerics), self.wgate(x, step.numerics)], axis=2)
+        both = jnp.concatenate([pending, new], axis=1)  # row q - start + r - 1 holds position q
+        # A step of S rows touches at most S // r + 1 groups (ceil((S + r - 1) / r)), from the one that `start` is in.
+        groups = (x.shape[1] + 2 * r - 2) // r
+        first = rows.start // r
+        index = first[:, None] + jnp.arange(groups)
+        place = (index * r)[..., None] + jnp.arange(r) - rows.start[:, None, None] + r - 1
+        place = jnp.minimum(place, both.shape[1] - 1).reshape(x.shape[0], -1)
+        grouped = jnp.take_along_axis(both, place[:, :, None, None], axis=1)
+        grouped = grouped.reshape(x.shape[0], groups, r, 2, -1)
+        pooled = step.numerics.round(pool_group(grouped[..., 0, :], grouped[..., 1, :]))
+        valid = (index + 1) * r <= (rows.start + rows.length)[:, None]
+        tail = rows.length[:, None] + jnp.arange(r - 1)  # the last r - 1 positions, in `both`
+        kept = jnp.take_along_axis(both, tail[:, :, None, None], axis=1)
+        return Latents(self.norm(pooled, step.numerics), index, valid), kept

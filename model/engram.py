@@ -1,0 +1,53 @@
+"""The Engram sublayer: n-gram rows from a large table, gated into the residual streams.
+
+Formula: docs/model.md, "Engram". The rows are hashed from token ids outside (`engram_hash`).
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from widemesh.model.config import ModelConfig
+from widemesh.model.linear import Linear
+from widemesh.model.params import param, value
+from widemesh.model.step import StepContext
+from widemesh.pallas_kernels.engram_gate import engram_gate, engram_update
+
+
+class EngramTable(nnx.Module):
+    """Table of one layer, [rows, engram_head_dim]."""
+
+    def __init__(self, rows: int, dim: int):
+        self.weight = param((rows, "engram_rows"), (dim, None))
+
+
+class Engram(nnx.Module):
+    """Lookup, key and value projection, gate and update of one layer."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        self.config = config
+        self.which = config.engram_layer_ids.index(layer)
+        columns, streams, d = config.num_engram_columns, config.hc_mult, config.hidden_size
+        self.embed = EngramTable(config.engram_num_embeddings[self.which], config.engram_head_dim)
+        self.wkv = Linear(
+            ((streams + 1) * d, None), (columns * config.engram_head_dim, None), kind="quantised"
+        )
+        self.q_weight = param((streams, "streams"), (d, "embed"))
+        self.k_weight = param((streams, "streams"), (d, "embed"))
+
+    def __call__(self, streams: Float[Array, "B S C D"], step: StepContext) -> Float[Array, "B S C D"]:
+        """Streams with the gated table value added to each."""
+        b, s, c, d = streams.shape
+        num = step.numerics
+        rows: Int32[Array, "B S columns"] = step.rows.engram_rows[:, :, self.which]
+        looked_up = value(self.embed.weight)[rows].reshape(b, s, -1)
+        both = self.wkv(looked_up, num)
+        key, val = both[..., : c * d].reshape(b, s, c, d), both[..., c * d :]
+        qk = value(self.q_weight) * value(self.k_weight)
+        gate = engram_gate(streams, key, qk, eps=self.config.rms_norm_eps)
+        step.record("gate", gate)
+        step.record("value", val)
+        out = num.store(engram_update(streams, gate, val))
+        step.record("output", out)
+        return out

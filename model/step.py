@@ -1,0 +1,96 @@
+"""What every layer of one forward step needs: the rows, the static settings, and where to record intermediates.
+
+B requests (slots) with S rows each. Rows past a request's length are padding: they compute garbage that no valid
+row, no cache and no expert ever sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from widemesh.model.numerics import Numerics
+from widemesh.model.rope import RopeTables
+from widemesh.sharding.exchange import Exchange, LocalExchange
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of one step: token ids and where they stand in their sequences."""
+
+    tokens: Int32[Array, "B S"]
+    start: Int32[Array, "B"]  # position of row 0
+    length: Int32[Array, "B"]  # valid rows; 0 = an idle slot
+    engram_rows: Int32[Array, "B S engram_layers columns"]  # table rows, hashed from the ids
+
+    @property
+    def positions(self) -> Int32[Array, "B S"]:
+        """Position of every row in its sequence."""
+        return self.start[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+
+    @property
+    def valid(self) -> Bool[Array, "B S"]:
+        """Whether a row is a token rather than padding."""
+        return jnp.arange(self.tokens.shape[1]) < self.length[:, None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Static choices of one program."""
+
+    numerics: Numerics
+    selection: Literal["mask", "indices"]  # form in which the selected entries are handed to attention
+    start_bound: int  # no request starts after this position; 0 = a fresh prefill
+    exchange: Exchange = LocalExchange()
+    moe_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.numerics.bf16_rounding and self.selection != "indices":
+            raise ValueError("selection='mask' cannot be used with bf16_rounding=True; use selection='indices'")
+
+
+class Recorder:
+    """Collects named intermediates while a step is traced. The base class keeps nothing."""
+
+    def record(self, name: str, value: Array) -> None:
+        """Called by layers with the name of the intermediate, e.g. `layers.3.attn.input`."""
+
+
+class DictRecorder(Recorder):
+    """Keeps every intermediate in `values`; return that dict from the traced function to read it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Array] = {}
+
+    def record(self, name: str, value: Array) -> None:
+        """Keep `value` under `name`."""
+        self.values[name] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """Rows, tables, settings and recorder of one traced step, with a prefix for recorded names."""
+
+    rows: Rows
+    rope: RopeTables
+    settings: StepSettings
+    recorder: Recorder = Recorder()
+    prefix: str = ""
+
+    @property
+    def numerics(self) -> Numerics:
+        """The step's numerics."""
+        return self.settings.numerics
+
+    def at(self, name: str) -> StepContext:
+        """The same context with `name.` in front of what is recorded."""
+        return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
+
+    def record(self, name: str, value: Array) -> None:
+        """Record an intermediate under the current prefix."""
+        self.recorder.record(self.prefix + name, value)

@@ -1,0 +1,135 @@
+"""A small asynchronous client of the service: text or ids out, text as it comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from tokenizers import Tokenizer
+
+from widemesh.serving.grpc import tokenizer_bundle
+from widemesh.serving.grpc.convert import write_sampling
+from widemesh.serving.request import SamplingParams
+from widemesh.serving.tokens import Detokenizer
+
+MAX_BUNDLE_BYTES = 256 * 1024 * 1024
+
+
+class ServerError(RuntimeError):
+    """The server could not be reached, or refused or failed a call. The message is one sentence."""
+
+    def __init__(self, message: str, code: grpc.StatusCode | None = None):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What arrived at one time. The last piece of a request has a finish_reason; its text may be empty."""
+
+    text: str  # whole characters only
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Client:
+    """One connection to a server; use it as an async context manager on one event loop."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 50051):
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        if _is_loopback(host):
+            options.append(("grpc.enable_http_proxy", 0))
+        self._channel = grpc.aio.insecure_channel(self._address, options=options)
+        self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
+        self._tokenizer: Tokenizer | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._channel.close()
+
+    async def fetch_tokenizer(self) -> Tokenizer:
+        """The server's tokenizer, fetched once and checked. Raises ServerError."""
+        if self._tokenizer is None:
+            bundle, sha256 = bytearray(), ""
+            try:
+                async for chunk in self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=60):
+                    bundle += chunk.data
+                    sha256 = chunk.sha256 or sha256
+                    if len(bundle) > MAX_BUNDLE_BYTES:
+                        raise ServerError(f"{self._address} sends a tokenizer above {MAX_BUNDLE_BYTES} bytes; check it")
+                self._tokenizer = tokenizer_bundle.unpack(bytes(bundle), sha256)
+            except grpc.aio.AioRpcError as err:
+                raise self._error(err) from None
+            except tokenizer_bundle.BundleError as err:
+                raise ServerError(str(err)) from None
+        return self._tokenizer
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Stream one request. Leaving the iteration early cancels it on the server. Raises ServerError."""
+        tokenizer = await self.fetch_tokenizer()
+        detokenizer = Detokenizer(tokenizer)
+        request = pb.GenerateRequest(
+            request_id=request_id, stream=True, sampling_params=write_sampling(sampling or SamplingParams())
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokenized.input_ids.extend(prompt)
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                if response.HasField("chunk"):
+                    chunk = response.chunk
+                    yield Piece(text=detokenizer.feed(chunk.token_ids), token_ids=tuple(chunk.token_ids),
+                                prompt_tokens=chunk.prompt_tokens, cached_tokens=chunk.cached_tokens)
+                else:  # its ids repeat the last chunk's
+                    done = response.complete
+                    yield Piece(text=detokenizer.flush(), finish_reason=done.finish_reason,
+                                prompt_tokens=done.prompt_tokens, cached_tokens=done.cached_tokens)
+        except grpc.aio.AioRpcError as err:
+            raise self._error(err) from None
+        finally:
+            call.cancel()  # no effect on a call that has ended
+
+    async def abort(self, *request_ids: str) -> None:
+        """End requests by id; unknown ids are ignored. Raises ServerError."""
+        try:
+            await self._stub.Abort(pb.AbortRequest(request_ids=request_ids), timeout=60)
+        except grpc.aio.AioRpcError as err:
+            raise self._error(err) from None
+
+    def _error(self, err: grpc.aio.AioRpcError) -> ServerError:
+        code, details = err.code(), err.details() or "no reason given"
+        # A server of ours says in its own words why it is not available; the transport's words are for experts.
+        if code is grpc.StatusCode.UNAVAILABLE and any(
+            words in details.lower() for words in ("failed to connect", "dns resolution")
+        ):
+            return ServerError(f"no server answers at {self._address}; start one with `widemesh serve DIR`, or correct "
+                               "--host and --port", code)
+        return ServerError(f"{self._address} answered {code.name}: {details}", code)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,215 @@
+"""The gRPC server: port, transport settings, health, reflection, signals and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from widemesh.model.config import ConfigError
+from widemesh.serving.grpc.servicer import SERVICE_NAME, VllmEngineService
+
+if TYPE_CHECKING:
+    from widemesh.serving.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+ALIVE_CHECK_S = 1.0  # how soon health follows an engine that stopped
+DRAIN_S = 3.0  # for running streams to end with "abort" after the engine is told to close
+CANCEL_S = 0.5  # for calls that remain: health watches, slow readers
+EXIT_S = 4.5  # after a signal the process ends, whatever hangs
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the gRPC server listens."""
+
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 opens the server to the network, without encryption
+    port: int = 50051  # 0: any free port
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host='' must be an address to listen on; use 127.0.0.1")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} must be between 0 and 65535; use 50051")
+
+
+class GrpcServer:
+    """A server on one event loop: `start`, then `set_engine` once the model is loaded, then `stop`.
+
+    It answers from `start` on: health checks say NOT_SERVING for the engine's service, and other calls UNAVAILABLE,
+    until there is an engine. "" in health checks is liveness, the service's name readiness.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.port = config.port  # the bound one after `start`
+        self._service = VllmEngineService()
+        self._health = health.aio.HealthServicer()
+        self._engine: Engine | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._server = grpc.aio.server(options=_OPTIONS)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if the address cannot be listened on."""
+        host, port = self.config.host, self.config.port
+        _check_can_listen(host, port)
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self.port = self._server.add_insecure_port(f"{address}:{port}")
+        except RuntimeError as err:  # taken between the check and here
+            raise ConfigError(_cannot_listen(host, port, str(err))) from None
+        await self._set_health("", True)
+        await self._set_health(SERVICE_NAME, False)
+        await self._server.start()
+
+    async def set_engine(self, engine: Engine) -> None:
+        """Serve this engine, which `stop` closes."""
+        self._engine = engine
+        self._service.set_engine(engine)
+        await self._set_health(SERVICE_NAME, True)
+        self._watch = asyncio.create_task(self._watch_engine(engine))
+
+    async def stop(self) -> None:
+        """End: NOT_SERVING, no new requests, running streams end with finish_reason abort, then the port closes."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._health.enter_graceful_shutdown()
+        self._service.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                if self._engine is not None:
+                    await asyncio.to_thread(self._engine.close)
+                await self._service.wait_idle()
+        await self._server.stop(CANCEL_S)
+
+    async def _watch_engine(self, engine: Engine) -> None:
+        while engine.is_alive:
+            await asyncio.sleep(ALIVE_CHECK_S)
+        logger.error("the engine has stopped; requests are refused until the server is restarted")
+        await self._set_health("", False)
+        await self._set_health(SERVICE_NAME, False)
+
+    async def _set_health(self, service: str, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        await self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
+
+
+def serve(make_engine: Callable[[], Engine], config: ServerConfig, *, on_ready: Callable[[int], None]) -> None:
+    """Listen, make the engine, serve until SIGINT or SIGTERM. Blocks; call it from the main thread.
+
+    The port is bound first, so that a taken one is known before a model is loaded. Raises ConfigError for that and
+    whatever `make_engine` raises. `on_ready` gets the bound port once requests are taken. After a signal the process
+    ends with status 0 within 5 s, even while the model is still loading or when the engine hangs.
+    """
+    asyncio.run(_serve(make_engine, config, on_ready))
+
+
+async def _serve(make_engine: Callable[[], Engine], config: ServerConfig, on_ready: Callable[[int], None]) -> None:
+    server = GrpcServer(config)
+    await server.start()
+    loop = asyncio.get_running_loop()
+    signalled = asyncio.Event()
+
+    def on_signal() -> None:
+        _exit_after(EXIT_S)
+        signalled.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    stopping = asyncio.create_task(signalled.wait())
+    loading = asyncio.ensure_future(_in_daemon_thread(make_engine))
+    try:
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            logger.info("stopped while the model was loading")
+            await server.stop()
+            _exit_now()
+        await server.set_engine(await loading)
+        on_ready(server.port)
+        await stopping
+        logger.info("shutting down")
+    finally:
+        stopping.cancel()
+        await server.stop()
+
+
+async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
+    """Run a function that cannot be interrupted, such that the process can end without it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (function(), None)
+        except BaseException as err:
+            outcome = (None, err)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name="widemesh-load", daemon=True).start()
+    return await future
+
+
+def _exit_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, _exit_now)
+    timer.daemon = True
+    timer.start()
+
+
+def _exit_now() -> None:
+    """End the process at once with status 0, past threads that cannot be stopped."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _check_can_listen(host: str, port: int) -> None:
+    """Raise ConfigError, in words, where gRPC would only say that it failed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as err:
+        raise ConfigError(_cannot_listen(host, port, err.strerror or str(err))) from None
+
+
+def _cannot_listen(host: str, port: int, reason: str) -> str:
+    return f"port={port} on host={host} cannot be listened on ({reason}); choose another with --port or --host"

@@ -1,0 +1,27 @@
+"""The one table from logical axis names to mesh axes.
+
+Layers name logical axes only; nothing else in the project knows which mesh axis a dimension lies on.
+"""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+EP_AXIS = "ep"
+TP_AXIS = "tp"
+
+# Dense weights are replicated over `ep`; what is not named here is replicated.
+LOGICAL_TO_MESH: dict[str, str | None] = {
+    "slot": EP_AXIS,  # requests, and everything a request owns
+    "expert": EP_AXIS,  # physical expert slots
+}
+
+
+def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
+    """Mesh axes of an array from its logical axes, one name (or None) per dimension."""
+    return PartitionSpec(*(LOGICAL_TO_MESH.get(name) if name else None for name in axes))
+
+
+def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
+    """`partition_spec` on a mesh."""
+    return NamedSharding(mesh, partition_spec(axes))

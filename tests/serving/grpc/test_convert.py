@@ -1,0 +1,150 @@
+"""Every field of the protocol is read, left to the client, or refused by name; zero and unset mean the default."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from widemesh.serving.grpc.convert import (
+    REQUEST_RULES,
+    SAMPLING_RULES,
+    TOKENIZED_RULES,
+    Refuse,
+    read_request,
+    write_chunk,
+    write_complete,
+    write_sampling,
+)
+from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status
+
+TABLES = [(pb.GenerateRequest, REQUEST_RULES), (pb.SamplingParams, SAMPLING_RULES), (pb.TokenizedInput, TOKENIZED_RULES)]
+
+
+def example(field):
+    """A value that counts as set, for any field of the tables."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return {3: 1.5}
+    if field.message_type is not None:
+        return [field.message_type._concrete_class()] if field.is_repeated else field.message_type._concrete_class()
+    value = {field.CPPTYPE_STRING: "x", field.CPPTYPE_BOOL: True, field.CPPTYPE_FLOAT: 0.5}.get(field.cpp_type, 2)
+    return [value] if field.is_repeated else value
+
+
+@pytest.mark.parametrize(("message", "rules"), TABLES, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_tables_cover_the_protocol(message, rules):
+    assert set(rules) == {field.name for field in message.DESCRIPTOR.fields}
+
+
+REFUSED = [
+    (message, field)
+    for message, rules in TABLES
+    for field in message.DESCRIPTOR.fields
+    if isinstance(rules[field.name], Refuse)
+]
+
+
+@pytest.mark.parametrize(("message", "field"), REFUSED, ids=lambda value: getattr(value, "name", ""))
+def test_every_unsupported_field_is_refused_by_name(message, field):
+    part = message(**{field.name: example(field)})
+    request = pb.GenerateRequest(text="hi")
+    if message is pb.GenerateRequest:
+        request.MergeFrom(part)
+    else:
+        request.sampling_params.CopyFrom(part)
+    with pytest.raises(RequestError, match=f"^{field.name}=.* is not supported yet; ") as caught:
+        read_request(request)
+    assert caught.value.status is Status.UNIMPLEMENTED
+    assert len(str(caught.value)) < 200
+
+
+def test_the_refused_fields_are_the_expected_ones():
+    assert {field.name for _, field in REFUSED} == {
+        "n", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice",
+        "grammar_from_first_token", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens",
+        "stop", "include_stop_str_in_output", "logit_bias", "mm_inputs", "extra_mm_inputs", "media_refs",
+        "kv_transfer_params", "kv_transfer_params_json", "truncate_prompt_tokens", "data_parallel_rank",
+    }
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 1}, {"repetition_penalty": 1.0}, {"json_object": False}, {"frequency_penalty": 0.0}, {"min_p": 0.0}]
+)
+def test_values_that_switch_a_feature_off_are_taken(fields):
+    sampling = read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**fields))).sampling
+    assert sampling == SamplingParams()
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"prompt_logprobs": 0}, {"truncate_prompt_tokens": -1}])
+def test_an_optional_field_set_to_zero_is_set(fields):
+    with pytest.raises(RequestError, match="is not supported yet"):
+        read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**fields)))
+
+
+def test_unset_and_zero_take_the_defaults():
+    assert read_request(pb.GenerateRequest(text="hi")).sampling == SamplingParams()
+    zero = pb.SamplingParams(top_p=0.0, top_k=0, n=0, repetition_penalty=0.0)
+    assert read_request(pb.GenerateRequest(text="hi", sampling_params=zero)).sampling == SamplingParams()
+
+
+def test_temperature_zero_is_greedy_not_unset():
+    call = read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(temperature=0.0)))
+    assert call.sampling.temperature == 0.0 and call.sampling.is_greedy
+
+
+def test_supported_fields_arrive():
+    message = pb.SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=[4, 5], ignore_eos=True, seed=-3,
+        skip_special_tokens=True, spaces_between_special_tokens=True,
+    )
+    call = read_request(pb.GenerateRequest(request_id="r", text="hi", stream=True, sampling_params=message))
+    assert (call.request_id, call.prompt, call.stream) == ("r", "hi", True)
+    assert call.sampling == SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=(4, 5), ignore_eos=True, seed=-3
+    )
+
+
+def test_token_ids_become_one_int32_array():
+    call = read_request(pb.GenerateRequest(tokenized=pb.TokenizedInput(original_text="x", input_ids=[1, 2**31 - 1])))
+    assert isinstance(call.prompt, np.ndarray) and call.prompt.dtype == np.int32
+    assert call.prompt.tolist() == [1, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (pb.GenerateRequest(), "input=None is missing"),
+        (pb.GenerateRequest(text=""), "text='' must not be empty"),
+        (pb.GenerateRequest(tokenized=pb.TokenizedInput()), "input_ids=[] must not be empty"),
+        (pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1, 2**32 - 1])), "input_ids=4294967295 is outside"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(temperature=-1)), "temperature=-1.0 must be"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(temperature=float("nan"))), "temperature=nan"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=1.5)), "top_p=1.5 must be"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=-0.5)), "top_p=-0.5 must be"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(max_tokens=0)), "max_tokens=0 must be"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_k=2**32 - 1)), "top_k=4294967295 must be"),
+    ],
+)
+def test_client_mistakes_name_field_value_and_remedy(request_, words):
+    with pytest.raises(RequestError) as caught:
+        read_request(request_)
+    assert words in str(caught.value)
+    assert caught.value.status is Status.INVALID_ARGUMENT
+
+
+def test_sampling_survives_the_round_trip():
+    sampling = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, seed=0, max_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    for params in (sampling, SamplingParams()):
+        assert read_request(pb.GenerateRequest(text="a", sampling_params=write_sampling(params))).sampling == params
+
+
+def test_chunk_counts_its_own_tokens_and_complete_all():
+    delta = Delta(
+        request_id="r", token_ids=np.array([4, 5], np.int32), finish_reason=FinishReason.STOP, prompt_tokens=3,
+        completion_tokens=7, cached_tokens=1, matched_token_id=5,
+    )
+    chunk = write_chunk(delta).chunk
+    assert (list(chunk.token_ids), chunk.completion_tokens, chunk.prompt_tokens, chunk.cached_tokens) == ([4, 5], 2, 3, 1)
+    done = write_complete(delta, delta.token_ids).complete
+    assert (list(done.output_ids), done.completion_tokens, done.finish_reason) == ([4, 5], 7, "stop")
+    assert done.matched_token_id == 5 and done.index == 0

@@ -1,0 +1,159 @@
+"""A file of prompts through an engine, without a server: JSON lines in, JSON lines out in the same order.
+
+A line that cannot be served gets an "error" in its place; it never costs the others theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from jaxtyping import Int32
+
+from widemesh.serving.request import RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from widemesh.serving.engine import Engine
+
+MAX_TOKEN_ID = 2**31 - 1
+_SAMPLING_KINDS = {field.name: str(field.type) for field in dataclasses.fields(SamplingParams)}
+_KNOWN = ("id", "prompt", "prompt_token_ids", *_SAMPLING_KINDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a file went."""
+
+    lines: int
+    failed: int  # lines with an "error"
+    fatal: str = ""  # why the engine stopped before the end; empty when it did not
+
+
+def read_lines(path: Path) -> list[tuple[int, bytes]]:
+    """Number (from 1) and bytes of every line that is not blank. Raises OSError."""
+    return [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+
+
+def parse_line(line: bytes, defaults: SamplingParams) -> tuple[str | Int32[np.ndarray, " S"], SamplingParams]:
+    """Prompt and sampling of one line. Raises RequestError that names the field."""
+    fields = _parse_object(line)
+    unknown = [name for name in fields if name not in _KNOWN]
+    if unknown:
+        raise RequestError(unknown[0], fields[unknown[0]], f"is no known field; use {', '.join(_KNOWN)}")
+    if ("prompt" in fields) == ("prompt_token_ids" in fields):
+        raise RequestError("prompt", fields.get("prompt"), "must be there, or prompt_token_ids, and not both")
+    overrides = {name: _coerce(name, fields[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in fields}
+    sampling = dataclasses.replace(defaults, **overrides)
+    if "prompt" in fields:
+        prompt = fields["prompt"]
+        if not isinstance(prompt, str) or not prompt:
+            raise RequestError("prompt", prompt, "must be text of at least one character")
+        return prompt, sampling
+    ids = _coerce("prompt_token_ids", fields["prompt_token_ids"], "tuple[int, ...]")
+    for i in ids:
+        if not 0 <= i <= MAX_TOKEN_ID:
+            raise RequestError("prompt_token_ids", i, "is outside the vocabulary; use ids of the model's tokenizer")
+    return np.array(ids, np.int32), sampling
+
+
+def decode_file(
+    engine: Engine, lines: list[tuple[int, bytes]], out: TextIO, sampling: SamplingParams, *,
+    on_line: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Decode every line and write the results to `out` in order; `on_line` is called as each line is done."""
+    return asyncio.run(_decode(engine, lines, out, sampling, on_line))
+
+
+async def _decode(
+    engine: Engine, lines: list[tuple[int, bytes]], out: TextIO, sampling: SamplingParams, on_line: Callable[[], None]
+) -> Outcome:
+    results: dict[int, dict[str, Any]] = {}
+    pending: Iterator[tuple[int, tuple[int, bytes]]] = iter(enumerate(lines))
+    num_written = failed = 0
+    fatal = ""
+
+    async def work() -> None:
+        nonlocal num_written, failed, fatal
+        for index, (number, line) in pending:  # one shared iterator: each line goes to one worker
+            result: dict[str, Any] = {"id": _line_id(line, number)}
+            try:
+                if fatal:
+                    raise RuntimeError(fatal)
+                result.update(await _decode_line(engine, line, sampling))
+            except Exception as err:  # whatever it is, it is this line's alone
+                if not isinstance(err, RequestError) and not engine.is_alive:
+                    fatal = fatal or f"the engine stopped ({err})"
+                result["error"] = str(err) or type(err).__name__
+                failed += 1
+            results[index] = result
+            while num_written in results:
+                out.write(_dump(results.pop(num_written)) + "\n")
+                num_written += 1
+            on_line()
+
+    # Twice as many as run at once, so that the next ones are ready when a slot falls free.
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(len(lines), 2 * engine.config.max_num_seqs)):
+            group.create_task(work())
+    return Outcome(lines=len(lines), failed=failed, fatal=fatal)
+
+
+async def _decode_line(engine: Engine, line: bytes, defaults: SamplingParams) -> dict[str, Any]:
+    prompt, sampling = parse_line(line, defaults)
+    token_ids: list[int] = []
+    finish_reason = None
+    async with contextlib.aclosing(engine.stream(prompt, sampling)) as deltas:
+        async for delta in deltas:
+            token_ids += delta.token_ids.tolist()
+            finish_reason = delta.finish_reason
+    text = engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+    return {"text": text, "token_ids": token_ids, "finish_reason": str(finish_reason)}
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as err:  # UnicodeDecodeError is one
+        raise RequestError("line", line[:40].decode(errors="replace"), f"is not valid JSON ({err})") from None
+    if not isinstance(fields, dict):
+        raise RequestError("line", str(fields)[:40], 'must be a JSON object such as {"prompt": "Hello"}')
+    return fields
+
+
+def _line_id(line: bytes, number: int) -> Any:
+    """The line's own "id", or its number."""
+    try:
+        return _parse_object(line).get("id", number)
+    except RequestError:
+        return number
+
+
+def _coerce(name: str, value: Any, kind: str) -> Any:
+    """Check one JSON value against the declared type of a field. Integers are accepted for floats, lists for tuples."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if value is None and kind.endswith("None"):
+        return None
+    if kind.startswith("int") and is_int:
+        return value
+    if kind == "float" and (is_int or isinstance(value, float)):
+        return float(value) if abs(value) < 1e300 else float("inf")
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "tuple[int, ...]" and isinstance(value, list):
+        return tuple(_coerce(name, item, "int") for item in value)
+    raise RequestError(name, value, f"must be of type {kind}")
+
+
+def _dump(result: dict[str, Any]) -> str:
+    text = json.dumps(result, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # an "id" with half a surrogate pair: only escapes can carry it
+        return json.dumps(result)
+    return text

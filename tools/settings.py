@@ -1,0 +1,61 @@
+"""Settings from a YAML file, read as if they were flags, so that the dataclasses alone say what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from widemesh.model.config import ConfigError
+
+
+def find_config(args: Sequence[str]) -> Path | None:
+    """The file named by `--config FILE` or `--config=FILE`; the last one counts."""
+    found = None
+    for i, arg in enumerate(args):
+        if arg == "--config" and i + 1 < len(args):
+            found = args[i + 1]
+        elif arg.startswith("--config="):
+            found = arg.removeprefix("--config=")
+    return None if found is None else Path(found)
+
+
+def read_settings(path: Path, classes: Sequence[type]) -> dict[str, Any]:
+    """The file's mapping, keys with underscores. Raises ConfigError for a key that is no field of `classes`."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        reason = " ".join(str(err).split())
+        raise ConfigError(f"{path} is not valid YAML ({reason}); correct it") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold settings, not {type(content).__name__}; write lines of `name: value`")
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    settings = {str(key).replace("-", "_"): value for key, value in content.items()}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ConfigError(f"{path}: {', '.join(unknown)} is no setting; known are {', '.join(sorted(known))}")
+    for key, value in settings.items():
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
+            raise ConfigError(f"{path}: {key} must be one value or a list of values")
+    return settings
+
+
+def as_flags(settings: Mapping[str, Any], given: Sequence[str], prefix: str = "") -> list[str]:
+    """Flags that say the same as `settings`, to follow `given`; those that `given` holds already are left out."""
+    said = {arg.split("=", 1)[0].replace("_", "-") for arg in given if arg.startswith("--")}
+    flags: list[str] = []
+    for key, value in settings.items():
+        name = key.replace("_", "-")
+        yes, no = f"--{prefix}{name}", f"--{prefix}no-{name}"
+        if yes in said or no in said:
+            continue
+        if isinstance(value, bool):
+            flags.append(yes if value else no)
+        else:
+            flags += [yes, *map(str, value if isinstance(value, list) else [value])]
+    return flags
