@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         """
         num = step.numerics
         new, pending = self.compressor(x, source.pending, step)
-        positions = jnp.minimum(new.index * self.role.ratio, rope.cos.shape[0] - 1)
+        positions = new.index * self.role.ratio
         entry = num.round(rotate(new.latent, positions, rope))
         key = num.round(rotate(self.indexer.keys(new.latent, step), positions, rope))
         if num.cache_quant:

@@ -227,6 +227,8 @@ class ModelConfig:
             raise ConfigError(f"text_config lacks {', '.join(missing)}; use a complete released config.json")
         eos = raw.get("eos_token_id", 1)
         vision = raw.get("vision_config") or {}
+        if not isinstance(vision, dict):
+            raise ConfigError(f"vision_config={vision!r} must be an object; correct config.json")
         values.update(
             bos_token_id=_coerce("bos_token_id", raw.get("bos_token_id", 0), "int"),
             eos_token_ids=_coerce("eos_token_id", eos if isinstance(eos, list) else [eos], "tuple[int, ...]"),

@@ -75,8 +75,12 @@ def table(freq: Float[np.ndarray, "pairs"], positions: int) -> RopeTable:
 def rotate(
     x: Float[Array, "B S *heads H"], positions: Int32[Array, "B S"], table: RopeTable, *, inverse: bool = False
 ) -> Float[Array, "B S *heads H"]:
-    """Rotate the last 2 * pairs dimensions of x by +angle (or -angle) of each row's position."""
-    cos, sin = table.cos[positions], table.sin[positions]  # [B, S, pairs]
+    """Rotate the last 2 * pairs dimensions of x by +angle (or -angle) of each row's position.
+
+    Positions past the table are those of padding rows; they read its last row, so that padding stays finite.
+    """
+    cos = table.cos.at[positions].get(mode="clip")  # [B, S, pairs]
+    sin = table.sin.at[positions].get(mode="clip")
     extra = x.ndim - 3
     shape = (*positions.shape, *([1] * extra), cos.shape[-1])
     cos, sin = cos.reshape(shape), sin.reshape(shape)

@@ -94,3 +94,14 @@ class StepContext:
     def record(self, name: str, value: Array) -> None:
         """Record an intermediate under the current prefix."""
         self.recorder.record(self.prefix + name, value)
+
+
+def selection_form(rows: int, numerics: Numerics) -> Literal["mask", "indices"]:
+    """The form of selection for a program with this many rows per request.
+
+    Masks pay off once the rows share a dense product; the released rounding needs indices.
+    """
+    return "mask" if rows >= _MASK_FROM_ROWS and not numerics.bf16_rounding else "indices"
+
+
+_MASK_FROM_ROWS = 16

@@ -1,0 +1,177 @@
+"""Running the model over whole token lists on one device: every position's hidden state or logits.
+
+For research, checks and the `logits` command. It runs the same modules as the serving engine, exactly: no bounded
+replay, no reuse between lists. Lists are run one at a time, padded to a bucket; the padding is never seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from widemesh.model.cache import Cache, init_cache
+from widemesh.model.checkpoint import Checkpoint, CheckpointError
+from widemesh.model.config import ModelConfig
+from widemesh.model.engram_hash import EngramHash
+from widemesh.model.loading import read_parameters, split_model
+from widemesh.model.numerics import Numerics
+from widemesh.model.rope import RopeTables
+from widemesh.model.step import DictRecorder, Recorder, Rows, StepContext, StepSettings, selection_form
+from widemesh.model.token_map import build_token_map
+from widemesh.model.tokenizer_files import load_tokenizer
+
+_SMALLEST_BUCKET = 16
+
+
+class TokenError(ValueError):
+    """A token list that cannot be run. The message names the list, the value and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a list is fed: whole, or `chunk` ids at a time through the caches (incremental = 1)."""
+
+    chunk: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """`full`, `incremental` or `chunked:N`. Raises ValueError for anything else."""
+        if text == "full":
+            return cls()
+        if text == "incremental":
+            return cls(chunk=1)
+        kind, _, size = text.partition(":")
+        if kind == "chunked" and size.isdecimal() and int(size) >= 1:
+            return cls(chunk=int(size))
+        raise ValueError(f"mode={text!r} is unknown; use full, incremental or chunked:N with N of at least 1")
+
+
+class ForwardModel:
+    """A loaded model on one device.
+
+    `logits` and `hidden` take any list of token ids; programs are compiled per padded length and kept.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parameters: nnx.State[Any, Any], engram_hash: EngramHash, numerics: Numerics
+    ):
+        self.config, self.numerics, self.engram_hash = config, numerics, engram_hash
+        self.parameters = jax.tree.map(jnp.asarray, parameters)
+        self.graph, _ = split_model(config)
+
+    @classmethod
+    def load(cls, folder: str | Path, numerics: Numerics) -> ForwardModel:
+        """Read a checkpoint folder, tokenizer included (the Engram hash needs its vocabulary)."""
+        checkpoint = Checkpoint.open(folder)
+        config = checkpoint.config
+        parameters = read_parameters(config, checkpoint.read, np.arange(config.n_routed_experts))
+        return cls(config, parameters, load_engram_hash(config, folder), numerics)
+
+    def logits(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:  # noqa: B008
+        """f32 logits of every position. Ids are used as given. Raises TokenError for ids that cannot be run."""
+        return self._run(token_ids, mode, "logits")
+
+    def hidden(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S D"]:  # noqa: B008
+        """Final normed hidden state of every position."""
+        return self._run(token_ids, mode, "hidden")
+
+    def intermediates(self, token_ids: Int32[np.ndarray, "B S"], settings: StepSettings) -> dict[str, np.ndarray]:
+        """Every recorded intermediate of a full forward over equally long lists, and `logits`."""
+        batch, length = token_ids.shape
+        rows = Rows(token_ids, np.zeros(batch, np.int32), np.full(batch, length, np.int32),
+                    self.engram_hash.rows(token_ids))  # fmt: skip
+        recorder = DictRecorder()
+
+        @jax.jit
+        def run(parameters: nnx.State[Any, Any], cache: Cache, rows: Rows, rope: RopeTables) -> dict[str, Array]:
+            logits, _ = self._step(parameters, cache, rows, rope, settings, "logits", recorder)
+            return {**recorder.values, "logits": logits}
+
+        values = run(self.parameters, init_cache(self.config, batch, length), rows,
+                     RopeTables.build(self.config, length))  # fmt: skip
+        return {name: np.asarray(value, np.float32 if value.dtype == jnp.bfloat16 else None)
+                for name, value in values.items()}  # fmt: skip
+
+    def _run(self, token_ids: Sequence[int], mode: Mode, output: Literal["logits", "hidden"]) -> np.ndarray:
+        ids = check_token_ids(token_ids, self.config)
+        bucket = max(_SMALLEST_BUCKET, 1 << (len(ids) - 1).bit_length())
+        chunk = min(mode.chunk or bucket, bucket)
+        program = self._program(chunk, bucket, output)
+        rope = self._rope(bucket)
+        cache = init_cache(self.config, 1, bucket)
+        history_len = self.engram_hash.history_len
+        before = np.concatenate([np.full(history_len, -1, np.int32), ids])
+        outputs = []
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            padded = np.zeros((1, chunk), np.int32)
+            padded[0, : len(part)] = part
+            rows = Rows(
+                padded, np.array([start], np.int32), np.array([len(part)], np.int32),
+                self.engram_hash.rows(padded, before[None, start : start + history_len]),
+            )  # fmt: skip
+            values, cache = program(self.parameters, cache, rows, rope)
+            outputs.append(np.asarray(values[0, : len(part)]))
+        return np.concatenate(outputs)
+
+    @functools.cache  # noqa: B019 - lives as long as the model does, by design
+    def _rope(self, positions: int) -> RopeTables:
+        return jax.tree.map(jnp.asarray, RopeTables.build(self.config, positions))
+
+    @functools.cache  # noqa: B019
+    def _program(self, rows: int, max_len: int, output: Literal["logits", "hidden"]) -> Callable[..., Any]:
+        settings = StepSettings(
+            numerics=self.numerics,
+            selection=selection_form(rows, self.numerics),
+            start_bound=max_len - rows,
+        )
+        return jax.jit(
+            functools.partial(self._step, settings=settings, output=output, recorder=Recorder()), donate_argnums=1
+        )
+
+    def _step(
+        self,
+        parameters: nnx.State[Any, Any],
+        cache: Cache,
+        rows: Rows,
+        rope: RopeTables,
+        settings: StepSettings,
+        output: Literal["logits", "hidden"],
+        recorder: Recorder,
+    ) -> tuple[Float[Array, "B S O"], Cache]:
+        model = nnx.merge(self.graph, parameters)
+        step = StepContext(rows, rope, settings, recorder)
+        hidden, cache = model(cache, step)
+        return (model.logits(hidden, step) if output == "logits" else hidden), cache
+
+
+def load_engram_hash(config: ModelConfig, folder: str | Path) -> EngramHash:
+    """The hash of a checkpoint folder's tokenizer. Raises CheckpointError or ConfigError when they do not fit."""
+    if not config.engram_layer_ids:
+        return EngramHash.build(config, np.zeros(config.vocab_size, np.int32))
+    return EngramHash.build(config, build_token_map(load_tokenizer(folder)))
+
+
+def check_token_ids(token_ids: Sequence[int] | np.ndarray, config: ModelConfig) -> Int32[np.ndarray, "S"]:
+    """One int32 array of valid ids. Raises TokenError for an empty list, a non-integer, or an id out of range."""
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.size == 0:
+        raise TokenError(f"token ids of shape {ids.shape} must be one non-empty list; give at least one id")
+    if ids.dtype.kind not in "iu":
+        raise TokenError(f"token ids of type {ids.dtype} must be integers")
+    bad = (ids < 0) | (ids >= config.vocab_size)
+    if bad.any():
+        raise TokenError(f"token id {int(ids[bad][0])} is outside the vocabulary; use 0 to {config.vocab_size - 1}")
+    if ids.size > config.max_position_embeddings:
+        raise TokenError(f"{ids.size} token ids exceed max_position_embeddings={config.max_position_embeddings}; "
+                         "give a shorter list")  # fmt: skip
+    return ids.astype(np.int32)
