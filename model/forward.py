@@ -19,8 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from widemesh.model.cache import Cache, init_cache
-from widemesh.model.checkpoint import Checkpoint, CheckpointError
-from widemesh.model.config import ModelConfig
+from widemesh.model.checkpoint import Checkpoint
+from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.loading import read_parameters, split_model
 from widemesh.model.numerics import Numerics
@@ -32,7 +32,7 @@ from widemesh.model.tokenizer_files import load_tokenizer
 _SMALLEST_BUCKET = 16
 
 
-class TokenError(ValueError):
+class TokenError(ConfigError):
     """A token list that cannot be run. The message names the list, the value and the remedy."""
 
 
@@ -44,7 +44,7 @@ class Mode:
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """`full`, `incremental` or `chunked:N`. Raises ValueError for anything else."""
+        """`full`, `incremental` or `chunked:N`. Raises ConfigError for anything else."""
         if text == "full":
             return cls()
         if text == "incremental":
@@ -52,7 +52,7 @@ class Mode:
         kind, _, size = text.partition(":")
         if kind == "chunked" and size.isdecimal() and int(size) >= 1:
             return cls(chunk=int(size))
-        raise ValueError(f"mode={text!r} is unknown; use full, incremental or chunked:N with N of at least 1")
+        raise ConfigError(f"mode={text!r} is unknown; use full, incremental or chunked:N with N of at least 1")
 
 
 class ForwardModel:
@@ -161,17 +161,27 @@ def load_engram_hash(config: ModelConfig, folder: str | Path) -> EngramHash:
     return EngramHash.build(config, build_token_map(load_tokenizer(folder)))
 
 
-def check_token_ids(token_ids: Sequence[int] | np.ndarray, config: ModelConfig) -> Int32[np.ndarray, "S"]:
+def check_token_ids(
+    token_ids: Sequence[int] | np.ndarray, config: ModelConfig, name: str = "token_ids"
+) -> Int32[np.ndarray, "S"]:
     """One int32 array of valid ids. Raises TokenError for an empty list, a non-integer, or an id out of range."""
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or ids.size == 0:
-        raise TokenError(f"token ids of shape {ids.shape} must be one non-empty list; give at least one id")
-    if ids.dtype.kind not in "iu":
-        raise TokenError(f"token ids of type {ids.dtype} must be integers")
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError:  # lists of different lengths
+        raise TokenError(f"{name} must be one flat list of integers") from None
+    if ids.size == 0:
+        raise TokenError(f"{name}=[] is empty; give at least one id")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TokenError(f"{name} must be one flat list of integers, not {ids.dtype} of shape {ids.shape}")
     bad = (ids < 0) | (ids >= config.vocab_size)
     if bad.any():
-        raise TokenError(f"token id {int(ids[bad][0])} is outside the vocabulary; use 0 to {config.vocab_size - 1}")
+        raise TokenError(
+            f"{name}[{int(bad.argmax())}]={int(ids[bad][0])} is outside the vocabulary; use 0 to {config.vocab_size - 1}"
+        )
+    if (ids == config.image_token_id).any():
+        raise TokenError(f"{name} holds {config.image_token_id}, the image placeholder; images are not supported")
     if ids.size > config.max_position_embeddings:
-        raise TokenError(f"{ids.size} token ids exceed max_position_embeddings={config.max_position_embeddings}; "
-                         "give a shorter list")  # fmt: skip
+        raise TokenError(
+            f"{name} has {ids.size} ids but max_position_embeddings={config.max_position_embeddings}; give fewer"
+        )
     return ids.astype(np.int32)

@@ -112,7 +112,8 @@ async def _decode_line(engine: Engine, line: bytes, defaults: SamplingParams) ->
         async for delta in deltas:
             token_ids += delta.token_ids.tolist()
             finish_reason = delta.finish_reason
-    text = engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+    shown = [i for i in token_ids if i not in sampling.stop_token_ids]  # only the last can be one
+    text = engine.tokenizer.decode(shown, skip_special_tokens=True)
     return {"text": text, "token_ids": token_ids, "finish_reason": str(finish_reason)}
 
 

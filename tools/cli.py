@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
 USER_ERRORS = (
     "widemesh.model.config:ConfigError",
     "widemesh.model.checkpoint:CheckpointError",
+    "widemesh.sharding:MeshError",
     "widemesh.serving.request:RequestError",
     "widemesh.serving.engine:EngineError",
     "widemesh.serving.grpc.client:ServerError",
@@ -112,9 +113,9 @@ def _parse(command: Command, prog: str, args: list[str]) -> Runnable:
     cls = getattr(importlib.import_module(module), name)
     if hasattr(cls, "parse"):  # for what flags alone cannot say, such as a file of settings
         return cls.parse(prog, args)
-    import tyro
+    from widemesh.tools.flags import parse_flags
 
-    return tyro.cli(cls, prog=prog, args=args)
+    return parse_flags(cls, prog, args)
 
 
 def _sentence(err: Exception) -> str | None:

@@ -17,7 +17,7 @@ from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.client import Client, ServerError
 from widemesh.serving.request import SamplingParams
-from widemesh.tools.settings import as_flags, find_config, read_settings
+from widemesh.tools.settings import parse_with_file
 
 _DEFAULT_SAMPLING = SamplingParams(max_tokens=256)
 
@@ -45,12 +45,7 @@ class Generate:
     @classmethod
     def parse(cls, prog: str, args: Sequence[str]) -> Generate:
         """Read flags and the file of `--config`. Raises ConfigError; exits with status 2 on wrong flags."""
-        path = find_config(args)
-        settings = {} if path is None else read_settings(path, (OfflineEngine,))
-        model = settings.pop("model", "")
-        parsed = tyro.cli(cls, prog=prog, args=[*args, *as_flags(settings, args, "engine.")])
-        if not parsed.engine.model and model:
-            parsed = dataclasses.replace(parsed, engine=dataclasses.replace(parsed.engine, model=str(model)))
+        parsed = parse_with_file(cls, prog, args, (OfflineEngine,), "engine.")
         parsed.check()
         return parsed
 

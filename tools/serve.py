@@ -6,14 +6,14 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig, serve
-from widemesh.tools.settings import as_flags, find_config, read_settings
+from widemesh.tools.settings import parse_with_file
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class EngineFlags(EngineConfig):
     """The engine's settings, with the checkpoint folder as the one positional argument."""
 
-    model: tyro.conf.Positional[str] = ""  # checkpoint folder
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")] = ""  # checkpoint folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,17 +32,12 @@ class Serve:
 
     engine: tyro.conf.OmitArgPrefixes[EngineFlags]
     server: tyro.conf.OmitArgPrefixes[ServerConfig]
-    config: Path | None = None  # YAML file of these settings; flags override it
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None  # YAML file of these settings; flags override it
 
     @classmethod
     def parse(cls, prog: str, args: Sequence[str]) -> Serve:
         """Read flags and the file of `--config`. Raises ConfigError; exits with status 2 on wrong flags."""
-        path = find_config(args)
-        settings = {} if path is None else read_settings(path, (EngineFlags, ServerConfig))
-        model = settings.pop("model", "")
-        parsed = tyro.cli(cls, prog=prog, args=[*args, *as_flags(settings, args)])
-        if not parsed.engine.model:
-            parsed = dataclasses.replace(parsed, engine=dataclasses.replace(parsed.engine, model=str(model or "")))
+        parsed = parse_with_file(cls, prog, args, (EngineFlags, ServerConfig))
         if not parsed.engine.model:
             raise ConfigError(f"the checkpoint folder is missing; use `{prog} DIR`")
         return parsed

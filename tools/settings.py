@@ -5,11 +5,35 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from widemesh.model.config import ConfigError
+from widemesh.tools.flags import parse_flags
+
+
+class _HasEngine(Protocol):
+    """A command whose `engine` field is an EngineConfig."""
+
+    engine: Any
+
+
+def parse_with_file[T: _HasEngine](
+    cls: type[T], prog: str, args: Sequence[str], classes: Sequence[type], prefix: str = ""
+) -> T:
+    """A command from its flags and from the file of `--config`, whose keys are fields of `classes`; flags win.
+
+    `prefix` is what the flags of those fields begin with. The checkpoint folder, `model`, may be a positional argument
+    and is filled in from the file if the flags leave it empty. Raises ConfigError; exits with status 2 on wrong flags.
+    """
+    path = find_config(args)
+    settings = {} if path is None else read_settings(path, classes)
+    model = settings.pop("model", None)
+    parsed = parse_flags(cls, prog, [*args, *as_flags(settings, args, prefix)])
+    if model is not None and not parsed.engine.model:
+        parsed = dataclasses.replace(parsed, engine=dataclasses.replace(parsed.engine, model=str(model)))  # type: ignore[type-var]
+    return parsed
 
 
 def find_config(args: Sequence[str]) -> Path | None:

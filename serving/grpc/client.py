@@ -82,12 +82,13 @@ class Client:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> AsyncIterator[Piece]:
-        """Stream one request. Leaving the iteration early cancels it on the server. Raises ServerError."""
-        tokenizer = await self.fetch_tokenizer()
-        detokenizer = Detokenizer(tokenizer)
-        request = pb.GenerateRequest(
-            request_id=request_id, stream=True, sampling_params=write_sampling(sampling or SamplingParams())
-        )
+        """Stream one request. Leaving the iteration early cancels it on the server. Raises ServerError.
+
+        The text has no special tokens and not the stop token that ended it; `token_ids` has both.
+        """
+        sampling = sampling or SamplingParams()
+        detokenizer = Detokenizer(await self.fetch_tokenizer())
+        request = pb.GenerateRequest(request_id=request_id, stream=True, sampling_params=write_sampling(sampling))
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -97,8 +98,9 @@ class Client:
             async for response in call:
                 if response.HasField("chunk"):
                     chunk = response.chunk
-                    yield Piece(text=detokenizer.feed(chunk.token_ids), token_ids=tuple(chunk.token_ids),
-                                prompt_tokens=chunk.prompt_tokens, cached_tokens=chunk.cached_tokens)
+                    text = detokenizer.feed(i for i in chunk.token_ids if i not in sampling.stop_token_ids)
+                    yield Piece(text=text, token_ids=tuple(chunk.token_ids), prompt_tokens=chunk.prompt_tokens,
+                                cached_tokens=chunk.cached_tokens)
                 else:  # its ids repeat the last chunk's
                     done = response.complete
                     yield Piece(text=detokenizer.flush(), finish_reason=done.finish_reason,

@@ -58,7 +58,7 @@ class ServerConfig:
 
 
 class GrpcServer:
-    """A server on one event loop: `start`, then `set_engine` once the model is loaded, then `stop`.
+    """A server on the event loop it is made on: `start`, then `set_engine` once the model is loaded, then `stop`.
 
     It answers from `start` on: health checks say NOT_SERVING for the engine's service, and other calls UNAVAILABLE,
     until there is an engine. "" in health checks is liveness, the service's name readiness.

@@ -37,10 +37,9 @@ def test_text_comes_in_whole_characters(make_engine, serving, byte_folder, burst
     ids = tiny_tokenizer(PRESETS["tiny-mesh"])[0].encode(TEXT).ids
 
     async def main():
-        async with serving(make_engine(byte_folder, script=ids, burst=burst)) as served:
-            async with Client(port=served.server.port) as client:
-                sampling = SamplingParams(max_tokens=len(ids))
-                return [piece async for piece in client.generate("go", sampling)], served.engine.asked
+        engine, sampling = make_engine(byte_folder, script=ids, burst=burst), SamplingParams(max_tokens=len(ids))
+        async with serving(engine) as served, Client(port=served.server.port) as client:
+            return [piece async for piece in client.generate("go", sampling)], engine.asked
 
     pieces, ((_, asked, sampling),) = asyncio.run(main())
     assert "".join(piece.text for piece in pieces) == TEXT
@@ -58,6 +57,19 @@ def test_an_answer_cut_inside_a_character_shows_what_is_whole(make_engine, servi
             return [p.text async for p in client.generate([5], SamplingParams(max_tokens=len(ids) - 1))]
 
     assert "".join(asyncio.run(main())) == "ab"
+
+
+def test_the_text_of_a_stop_token_is_not_shown(make_engine, serving, byte_folder):
+    ids = tiny_tokenizer(PRESETS["tiny-mesh"])[0].encode("ab!").ids
+
+    async def main():
+        async with serving(make_engine(byte_folder, script=ids)) as served, Client(port=served.server.port) as client:
+            return [piece async for piece in client.generate([5], SamplingParams(stop_token_ids=(ids[-1],)))]
+
+    pieces = asyncio.run(main())
+    assert "".join(piece.text for piece in pieces) == "ab"
+    assert [i for piece in pieces for i in piece.token_ids] == ids
+    assert pieces[-1].finish_reason == "stop"
 
 
 def test_leaving_early_cancels_on_the_server(make_engine, serving):

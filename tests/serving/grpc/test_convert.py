@@ -18,7 +18,11 @@ from widemesh.serving.grpc.convert import (
 )
 from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status
 
-TABLES = [(pb.GenerateRequest, REQUEST_RULES), (pb.SamplingParams, SAMPLING_RULES), (pb.TokenizedInput, TOKENIZED_RULES)]
+TABLES = [
+    (pb.GenerateRequest, REQUEST_RULES),
+    (pb.SamplingParams, SAMPLING_RULES),
+    (pb.TokenizedInput, TOKENIZED_RULES),
+]
 
 
 def example(field):
@@ -60,15 +64,16 @@ def test_every_unsupported_field_is_refused_by_name(message, field):
 
 def test_the_refused_fields_are_the_expected_ones():
     assert {field.name for _, field in REFUSED} == {
-        "n", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar", "structural_tag", "json_object", "choice",
-        "grammar_from_first_token", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens",
-        "stop", "include_stop_str_in_output", "logit_bias", "mm_inputs", "extra_mm_inputs", "media_refs",
+        "n", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar", "structural_tag", "json_object",
+        "choice", "grammar_from_first_token", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p",
+        "min_tokens", "stop", "include_stop_str_in_output", "logit_bias", "mm_inputs", "extra_mm_inputs", "media_refs",
         "kv_transfer_params", "kv_transfer_params_json", "truncate_prompt_tokens", "data_parallel_rank",
     }
 
 
 @pytest.mark.parametrize(
-    "fields", [{"n": 1}, {"repetition_penalty": 1.0}, {"json_object": False}, {"frequency_penalty": 0.0}, {"min_p": 0.0}]
+    "fields",
+    [{"n": 1}, {"repetition_penalty": 1.0}, {"json_object": False}, {"frequency_penalty": 0.0}, {"min_p": 0.0}],
 )
 def test_values_that_switch_a_feature_off_are_taken(fields):
     sampling = read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**fields))).sampling
@@ -133,7 +138,9 @@ def test_client_mistakes_name_field_value_and_remedy(request_, words):
 
 
 def test_sampling_survives_the_round_trip():
-    sampling = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, seed=0, max_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0.0, top_p=0.5, top_k=3, seed=0, max_tokens=2, stop_token_ids=(7,), ignore_eos=True
+    )
     for params in (sampling, SamplingParams()):
         assert read_request(pb.GenerateRequest(text="a", sampling_params=write_sampling(params))).sampling == params
 
@@ -144,7 +151,8 @@ def test_chunk_counts_its_own_tokens_and_complete_all():
         completion_tokens=7, cached_tokens=1, matched_token_id=5,
     )
     chunk = write_chunk(delta).chunk
-    assert (list(chunk.token_ids), chunk.completion_tokens, chunk.prompt_tokens, chunk.cached_tokens) == ([4, 5], 2, 3, 1)
+    assert list(chunk.token_ids) == [4, 5]
+    assert (chunk.completion_tokens, chunk.prompt_tokens, chunk.cached_tokens) == (2, 3, 1)
     done = write_complete(delta, delta.token_ids).complete
     assert (list(done.output_ids), done.completion_tokens, done.finish_reason) == ([4, 5], 7, "stop")
     assert done.matched_token_id == 5 and done.index == 0

@@ -21,6 +21,14 @@ async def refused(call):
     return caught.value.code(), caught.value.details()
 
 
+async def rest_of(call):
+    """The messages that follow those already read."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
 # --- transcripts -------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +172,7 @@ def test_abort_ends_the_stream_with_abort(make_engine, serving, request_of):
             await call.read()
             await served.stub.Abort(pb.AbortRequest(request_ids=["mid", "unknown", ""]))
             await served.stub.Abort(pb.AbortRequest(request_ids=["mid"]))
-            rest = [m async for m in call]
+            rest = await rest_of(call)
             await served.stub.Abort(pb.AbortRequest(request_ids=["mid"]))  # after the end
             after = await served.generate(request_id="next", max_tokens=1)
             return rest, after, served.engine

@@ -1,0 +1,52 @@
+"""How the tests run JAX: on eight virtual CPU devices, with compiled programs kept between processes and runs.
+
+Compiling costs far more than running at these sizes, so code is generated without LLVM's optimisation passes (half
+the time), and every program is stored where the other workers of `pytest -n` and the next run find it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_MAX_STORED_BYTES = 1 << 30
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+for flag, setting in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={setting}".strip()
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+_cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+# Subprocesses that tests start (servers, command lines) inherit all of this.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache_home / "widemesh" / "test-programs"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start over when the store has grown too large (once, in the process that starts the workers)."""
+    if hasattr(config, "workerinput"):
+        return
+    store = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    stored = sum(path.stat().st_size for path in store.glob("*")) if store.is_dir() else 0
+    if stored > _MAX_STORED_BYTES:
+        shutil.rmtree(store, ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of one file, and of one golden checkpoint within it, on one worker: they share programs."""
+    if config.option.dist != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            checkpoint = next((name for name in ("A", "B") if f"[{name}" in test), "")
+            return f"{file}::{checkpoint}"
+
+    return ByFile(config, log)
