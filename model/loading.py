@@ -33,7 +33,7 @@ def read_parameters(
     """
     _, state = split_model(config)
     filled = []
-    for path, variable in state.flat_state():
+    for path, variable in nnx.to_flat_state(state):
         name = ".".join(str(part) for part in path)
         if path[-2:-1] == ("experts",) and path[-1] in _EXPERT_MATRICES:
             shape = variable.get_value().shape[1:]
@@ -44,13 +44,13 @@ def read_parameters(
         else:
             array = np.asarray(read(name), np.float32)
         filled.append((path, variable.replace(array)))
-    return nnx.State.from_flat_path(filled)
+    return nnx.from_flat_state(filled)
 
 
 def place_parameters(state: nnx.State[Any, Any], mesh: Mesh) -> nnx.State[Any, Any]:
     """The same state as device arrays on a mesh, each laid out by its logical axes."""
     placed = [
         (path, variable.replace(jax.device_put(variable.get_value(), named_sharding(mesh, variable.axes))))
-        for path, variable in state.flat_state()
+        for path, variable in nnx.to_flat_state(state)
     ]
-    return nnx.State.from_flat_path(placed)
+    return nnx.from_flat_state(placed)

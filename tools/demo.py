@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,9 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from widemesh.model.config import ConfigError
+from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.client import Client
 from widemesh.serving.grpc.server import GrpcServer, ServerConfig
 from widemesh.serving.request import SamplingParams
+from widemesh.serving.tokens import BROKEN
+from widemesh.tools.embedded import embedded_checkpoint
+from widemesh.tools.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
@@ -69,15 +74,13 @@ class Demo:
             raise ConfigError(f"max_tokens={self.max_tokens} must be between 1 and 256; use 48")
 
     def run(self) -> None:
-        from widemesh.tools.embedded import embedded_checkpoint
-
         console = Console()
+        log_to_stderr()
         start_s = time.monotonic()
-        console.print("making the embedded checkpoint (first use only) and loading it ...")
         folder = embedded_checkpoint()
+        console.print(f"loading {folder} and compiling (faster the second time) ...", highlight=False, soft_wrap=True)
 
-        from widemesh.serving.config import EngineConfig
-        from widemesh.serving.engine import Engine
+        from widemesh.serving.engine import Engine  # imports jax
 
         config = EngineConfig(
             model=str(folder), served_model_name="tiny-mesh", max_model_len=512, max_num_seqs=8,
@@ -85,6 +88,7 @@ class Demo:
         )
         with Engine(config) as engine:
             load_s = time.monotonic() - start_s
+            logging.getLogger("widemesh").setLevel(logging.WARNING)  # the view has the terminal now
             rows, wall_s = asyncio.run(self._serve_and_ask(engine, console))
             moved_bytes = engine.transfer_bytes
         console.print(_table(rows))
@@ -155,7 +159,7 @@ class _View:
         if self._live is not None:
             self._live.update(self._grid())
         elif row.finish_reason:
-            print(f"[{index}] {row.prompt!r} -> {row.text!r} ({row.finish_reason})", flush=True)
+            print(f"[{index}] {row.prompt} -> {_printable(row.text)} ({row.finish_reason})", flush=True)
         elif index not in self._started:
             self._started.add(index)
             print(f"[{index}] first token after {row.first_token_s:.3f} s", flush=True)
@@ -170,18 +174,18 @@ class _View:
 
 
 def _printable(text: str) -> str:
-    """Text of a random model on one line, without the control characters that would move the cursor."""
-    return "".join(c if c.isprintable() else "·" for c in text)
+    """Text of a random model on one line: a dot for control characters and for bytes that are no character."""
+    return "".join(c if c.isprintable() and c != BROKEN else "·" for c in text)
 
 
 def _table(rows: list[Progress]) -> Table:
     table = Table(title="widemesh demo")
-    table.add_column("request", justify="right")
-    table.add_column("prompt", max_width=36, no_wrap=True)
-    for name in ("prompt tokens", "tokens", "first token (s)", "tokens/s"):
-        table.add_column(name, justify="right")
+    table.add_column("#", justify="right")
+    table.add_column("prompt", max_width=20, no_wrap=True)
+    for name in ("tokens in", "tokens out", "first token", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for i, row in enumerate(rows):
-        table.add_row(str(i), Text(row.prompt), str(row.prompt_tokens), str(row.tokens), f"{row.first_token_s:.3f}",
+        table.add_row(str(i), Text(row.prompt), str(row.prompt_tokens), str(row.tokens), f"{row.first_token_s:.3f} s",
                       f"{row.tokens_per_s:.1f}")
     return table
 

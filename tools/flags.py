@@ -11,7 +11,7 @@ import tyro
 
 
 def parse_flags[T](cls: type[T], prog: str, args: Sequence[str]) -> T:
-    """An instance of `cls` from flags. Raises what its construction raises; exits with status 2 on other wrong flags."""
+    """An instance of `cls` from flags. Raises what its construction raises; other wrong flags exit with status 2."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

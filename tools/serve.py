@@ -13,6 +13,7 @@ import tyro
 from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig, serve
+from widemesh.tools.logs import log_to_stderr
 from widemesh.tools.settings import parse_with_file
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Serve:
 
     engine: tyro.conf.OmitArgPrefixes[EngineFlags]
     server: tyro.conf.OmitArgPrefixes[ServerConfig]
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None  # YAML file of these settings; flags override it
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None  # YAML file of these settings; flags win
 
     @classmethod
     def parse(cls, prog: str, args: Sequence[str]) -> Serve:
@@ -55,9 +56,3 @@ class Serve:
     def _report(self, port: int) -> None:
         name = self.engine.served_model_name or self.engine.model
         print(f"serving {name} on {self.server.host}:{port}", flush=True)
-
-
-def log_to_stderr() -> None:
-    """The project's own log from INFO on, everybody else's warnings."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("widemesh").setLevel(logging.INFO)

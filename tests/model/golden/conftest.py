@@ -256,7 +256,7 @@ def kind_of(role: LayerRole) -> LayerRole:
 def selection_of(indices: np.ndarray, entries: int, form: str) -> Selection:
     """A golden selection in the form that a program uses."""
     if form == "indices":
-        return SelectedIndices(np.where(indices < 0, -1, np.sort(indices, axis=-1)))
+        return SelectedIndices(np.sort(indices, axis=-1))
     mask = np.zeros((*indices.shape[:2], entries + 1), bool)
     np.put_along_axis(mask, np.where(indices < 0, entries, indices).astype(np.int64), True, axis=-1)
     return SelectedMask(mask[..., :entries])

@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from widemesh.model.config import ConfigError
+from widemesh.serving.grpc import server as server_module
 from widemesh.serving.grpc.server import GrpcServer, ServerConfig
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -154,6 +155,7 @@ PROGRAM = """
 import sys, time
 sys.path.insert(0, {here!r})
 from fake_engine import FakeEngine
+from widemesh.serving.grpc import server
 from widemesh.serving.grpc.server import ServerConfig, serve
 
 def make_engine():
@@ -207,7 +209,8 @@ def test_a_signal_while_loading_ends_the_process():
 
 
 def test_a_hanging_engine_does_not_hold_the_process_past_five_seconds():
-    process = start(hang="engine.close = lambda: time.sleep(60)")
+    assert server_module.EXIT_S < 5
+    process = start(hang="engine.close = lambda: time.sleep(60); server.EXIT_S = 0.5")
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=5)

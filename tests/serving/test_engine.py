@@ -1,0 +1,369 @@
+"""The engine end to end: right tokens, alone and together; limits, cancellation, refusals, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from widemesh.model.cache import ring_rows
+from widemesh.model.checkpoint import CheckpointError
+from widemesh.model.config import ConfigError
+from widemesh.model.forward import ForwardModel
+from widemesh.model.numerics import NUMERICS
+from widemesh.serving import (
+    Engine,
+    EngineConfig,
+    EngineError,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+    Status,
+)
+from widemesh.serving.device import DeviceEngine
+
+# Around a chunk (8 rows), a group (2 tokens), the window (16) and its ring (32), and one token.
+LENGTHS = (1, 2, 3, 8, 9, 10, 17, 34, 41)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, length]).integers(3, 500, length).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[int, np.ndarray]:
+    """Greedy tokens of each length, run one at a time."""
+    return {length: engine.generate(prompt(length), GREEDY)[0].token_ids for length in LENGTHS}
+
+
+def test_meshes_are_disjoint(engine: Engine) -> None:
+    """On the arrays themselves: no device holds state of both meshes."""
+    prefill = {d for a in jax.tree.leaves(engine.device.prefill_cache) for d in a.devices()}
+    decode = {d for a in jax.tree.leaves(engine.device.decode_cache) for d in a.devices()}
+    weights = {d for a in jax.tree.leaves(engine.device._prefill.parameters) for d in a.devices()}
+    assert (len(prefill), len(decode)) == (2, 4)
+    assert weights == prefill
+    assert not prefill & decode
+
+
+def test_experts_are_spread_over_ranks(engine: Engine) -> None:
+    state = engine.device._decode.parameters
+    w1 = state["layers"][0]["ffn"]["experts"]["w1"].get_value()
+    assert w1.shape[0] == 16
+    assert {shard.data.shape[0] for shard in w1.addressable_shards} == {4}
+
+
+def test_greedy_equals_the_whole_forward(engine: Engine, checkpoint: Path, alone: dict[int, np.ndarray]) -> None:
+    """Each token is the arg max of a full forward over everything before it."""
+    model = ForwardModel.load(checkpoint, NUMERICS["plain"])
+    for length, tokens in alone.items():
+        whole = np.zeros(64, np.int32)  # one length, one program; what follows a token does not change its logits
+        whole[: length + 9] = np.concatenate([prompt(length), tokens[:-1]])
+        logits = model.logits(whole)[length - 1 : length + 9]
+        np.testing.assert_array_equal(logits.argmax(-1), tokens, err_msg=f"prompt of {length}")
+
+
+def test_batch_equals_alone(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    """More requests than slots, all lengths at once, in two orders."""
+    for order in (LENGTHS, LENGTHS[::-1]):
+        together = engine.generate([prompt(length) for length in order], GREEDY)
+        for length, done in zip(order, together, strict=True):
+            np.testing.assert_array_equal(done.token_ids, alone[length], err_msg=f"prompt of {length}")
+            assert (done.prompt_tokens, done.finish_reason) == (length, FinishReason.LENGTH)
+
+
+def test_seeded_sampling_ignores_batch_mates(engine: Engine) -> None:
+    """A seeded request draws the same tokens alone, among greedy ones, and among filtered ones."""
+    seeded = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=7, max_tokens=8, ignore_eos=True)
+    wanted = engine.generate(prompt(9), seeded)[0].token_ids
+    for mate in (GREEDY, SamplingParams(temperature=0.7, top_k=3, max_tokens=5), SamplingParams(max_tokens=6)):
+        both = engine.generate([prompt(17), prompt(9)], [mate, seeded])
+        np.testing.assert_array_equal(both[1].token_ids, wanted)
+
+
+def test_fresh_seeds_differ(engine: Engine) -> None:
+    free = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    first, second = (engine.generate(prompt(9), free)[0].token_ids.tolist() for _ in range(2))
+    assert first != second
+
+
+def test_top_k_of_one_is_greedy(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    one = SamplingParams(temperature=1.5, top_k=1, max_tokens=10, ignore_eos=True)
+    np.testing.assert_array_equal(engine.generate(prompt(10), one)[0].token_ids, alone[10])
+
+
+def test_stop_tokens(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    """The first stop token ends the request and is reported; its text is not part of the completion."""
+    tokens = alone[9].tolist()
+    stop = tokens[4]
+    at = tokens.index(stop)
+    done = engine.generate(prompt(9), SamplingParams(temperature=0.0, stop_token_ids=(stop,), ignore_eos=True))[0]
+    assert done.token_ids.tolist() == tokens[: at + 1]
+    assert (done.finish_reason, done.matched_token_id) == (FinishReason.STOP, stop)
+    assert done.text == engine.tokenizer.decode(tokens[:at])
+
+
+def test_eos_ends_a_request(engine: Engine, alone: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = alone[9].tolist()
+    config = engine.model_config
+    monkeypatch.setitem(config.__dict__, "eos_token_ids", (tokens[2],))
+    try:
+        done = engine.generate(prompt(9), SamplingParams(temperature=0.0))[0]
+    finally:
+        monkeypatch.undo()
+    assert done.token_ids.tolist() == tokens[: tokens.index(tokens[2]) + 1]
+    assert done.finish_reason is FinishReason.STOP
+
+
+def test_length_limit_clips_max_tokens(engine: Engine) -> None:
+    length = engine.config.max_model_len - 3
+    done = engine.generate(prompt(length), SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))[0]
+    assert (len(done.token_ids), done.finish_reason) == (3, FinishReason.LENGTH)
+
+
+def test_transferred_bytes_are_counted(engine: Engine) -> None:
+    """One hand-over of 64 tokens: windows, entries, index keys and open groups, in f32."""
+    config = engine.model_config
+    before = engine.transfer_bytes
+    engine.generate(prompt(20), GREEDY)
+    row = config.head_dim + config.index_head_dim
+    sources = sum(
+        64 // r.ratio * row + (r.ratio - 1) * 2 * config.head_dim for r in config.roles if r.owns_kv
+    )
+    window = config.num_hidden_layers * ring_rows(config) * config.head_dim
+    assert engine.transfer_bytes - before == 4 * (window + sources)
+
+
+def test_one_token_prompt_moves_nothing(engine: Engine) -> None:
+    before = engine.transfer_bytes
+    engine.generate(prompt(1), GREEDY)
+    assert engine.transfer_bytes == before
+
+
+def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    settings = [GREEDY, SamplingParams(max_tokens=3), SamplingParams(top_k=5, top_p=0.5, seed=1, max_tokens=4)] * 3
+    engine.generate([prompt(length, seed=3) for length in LENGTHS], settings)
+    assert compiled == []
+    jax.jit(lambda x: x * 3 + 1)(np.arange(7))  # the listener does hear
+    assert compiled
+
+
+def test_stream_and_cancel(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    """Cancelling one stream frees its slot at once and changes nothing for the other."""
+
+    async def run() -> list[int]:
+        doomed = engine.stream(prompt(34), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        kept = engine.stream(prompt(17), GREEDY)
+        got: list[int] = []
+        counts: list[int] = []
+        await anext(doomed)
+        await doomed.aclose()
+        async for delta in kept:
+            got.extend(delta.token_ids.tolist())
+            counts.append(delta.completion_tokens)
+        assert counts == list(range(1, 11))
+        assert delta.finish_reason is FinishReason.LENGTH
+        return got
+
+    assert asyncio.run(run()) == alone[17].tolist()
+    assert wait_idle(engine)
+
+
+def test_cancelled_task_aborts(engine: Engine) -> None:
+    async def run() -> None:
+        async def consume() -> None:
+            async for _ in engine.stream(prompt(9), SamplingParams(max_tokens=80, ignore_eos=True), request_id="gone"):
+                started.set()
+
+        started = asyncio.Event()
+        task = asyncio.create_task(consume())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert wait_idle(engine)
+    engine.generate(prompt(3), GREEDY)  # the id is free again, and so are the slots
+
+
+def test_abort_ends_with_abort(engine: Engine) -> None:
+    """In a slot and in the queue alike; unknown ids and a second abort are ignored."""
+
+    async def run() -> list[FinishReason | None]:
+        long = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.0)
+        streams = [engine.stream(prompt(9, seed=i), long, request_id=f"r{i}") for i in range(6)]
+        await anext(streams[0])
+        for i in range(6):
+            engine.abort(f"r{i}")
+            engine.abort(f"r{i}")
+        engine.abort("unknown")
+        return [[d async for d in s][-1].finish_reason for s in streams]
+
+    assert asyncio.run(run()) == [FinishReason.ABORT] * 6
+    assert wait_idle(engine)
+
+
+def test_request_id_in_flight_is_refused(engine: Engine) -> None:
+    async def run() -> None:
+        first = engine.stream(prompt(9), SamplingParams(max_tokens=50, ignore_eos=True), request_id="same")
+        with pytest.raises(RequestError, match="request_id='same' is already in flight") as caught:
+            engine.stream(prompt(9), request_id="same")
+        assert caught.value.status is Status.ALREADY_EXISTS
+        await first.aclose()
+
+    asyncio.run(run())
+    assert wait_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "prompt='' is empty"),
+        ([5, 512], "prompt=512 is outside the vocabulary; use ids from 0 to 511"),
+        ([-1], "prompt=-1 is outside the vocabulary"),
+        ([5, 510], "prompt=510 is the image placeholder"),
+        (list(range(3, 99)), "prompt='96 tokens' leaves no room for output within max_model_len=96"),
+        ([1.5, 2.0], "must be text or a list of token ids"),
+    ],
+)
+def test_bad_prompts(engine: Engine, bad: list, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        engine.generate([bad], GREEDY)
+    assert caught.value.status is Status.INVALID_ARGUMENT
+    assert wait_idle(engine)
+
+
+def test_one_bad_prompt_leaves_nothing_running(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        engine.generate([[5, 6, 7], [9999]], SamplingParams(max_tokens=80))
+    assert wait_idle(engine)
+
+
+def test_stop_token_outside_vocabulary(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="stop_token_ids=512 must be below 512"):
+        engine.generate(prompt(3), SamplingParams(stop_token_ids=(512,)))
+
+
+def test_text_prompts(engine: Engine) -> None:
+    """Text gets the tokenizer's BOS and comes back as text."""
+    done = engine.generate("a prompt", GREEDY)[0]
+    ids = [engine.model_config.bos_token_id, *engine.tokenizer.encode("a prompt").ids]
+    assert done.prompt_tokens == len(ids)
+    np.testing.assert_array_equal(done.token_ids, engine.generate(np.array(ids), GREEDY)[0].token_ids)
+
+
+def test_generate_inside_a_running_loop(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    async def run() -> np.ndarray:
+        return engine.generate(prompt(9), GREEDY)[0].token_ids
+
+    np.testing.assert_array_equal(asyncio.run(run()), alone[9])
+
+
+def test_many_threads(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    results: dict[int, np.ndarray] = {}
+
+    def one(length: int) -> None:
+        results[length] = engine.generate(prompt(length), GREEDY)[0].token_ids
+
+    threads = [threading.Thread(target=one, args=(length,)) for length in LENGTHS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for length in LENGTHS:
+        np.testing.assert_array_equal(results[length], alone[length])
+
+
+def test_close_ends_streams_and_is_idempotent(engine_config: EngineConfig) -> None:
+    engine = Engine(engine_config)
+
+    async def run() -> FinishReason | None:
+        stream = engine.stream(prompt(9), SamplingParams(max_tokens=80, ignore_eos=True))
+        await anext(stream)
+        await asyncio.to_thread(engine.close)
+        return [delta async for delta in stream][-1].finish_reason
+
+    assert asyncio.run(run()) is FinishReason.ABORT
+    engine.close()
+    assert not engine.is_alive
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(prompt(3), GREEDY)
+
+
+def test_a_defect_ends_requests_with_an_error(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits for ever on a broken engine."""
+    with Engine(engine_config) as engine:
+        def fail(*_: object) -> None:
+            raise RuntimeError("device lost")
+
+        monkeypatch.setattr(DeviceEngine, "decode_step", fail)
+        done = engine.generate([prompt(3), prompt(4)], GREEDY)
+        assert [one.finish_reason for one in done] == [FinishReason.ERROR] * 2
+        assert not engine.is_alive
+        with pytest.raises(EngineError):
+            engine.generate(prompt(3), GREEDY)
+
+
+def test_a_request_with_nan_logits_fails_alone(
+    engine: Engine, alone: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = engine.device.decode_step
+    slots: list[int] = []
+
+    def spoil(rows):  # noqa: ANN001, ANN202
+        tokens, is_finite = real(rows)
+        spoiled = np.flatnonzero(rows.is_active & (rows.positions == 33))  # the prompt of 34 tokens
+        slots.extend(spoiled.tolist())
+        return tokens, is_finite & ~np.isin(np.arange(len(is_finite)), spoiled)
+
+    monkeypatch.setattr(engine.device, "decode_step", spoil)
+    bad, good = engine.generate([prompt(34), prompt(17)], GREEDY)
+    assert len(slots) == 1
+    assert (bad.finish_reason, len(bad.token_ids)) == (FinishReason.ERROR, 0)
+    np.testing.assert_array_equal(good.token_ids, alone[17])
+
+
+def test_too_few_devices(checkpoint: Path) -> None:
+    """One sentence with the setting to use when JAX was started with too few."""
+    code = (
+        "import jax; jax.devices()\n"
+        "from widemesh.serving import Engine, EngineConfig\n"
+        "from widemesh.sharding import MeshError\n"
+        f"try: Engine(EngineConfig(model={str(checkpoint)!r}))\n"
+        "except MeshError as err: print(err)\n"
+    )
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert "need 6 devices but JAX has 3" in out
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=6 before JAX is first used" in out
+
+
+def test_bad_folders(tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Engine(EngineConfig(model=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match="max_model_len=9999999 exceeds the model's max_position_embeddings"):
+        Engine(EngineConfig(model=str(checkpoint), max_model_len=9999999))
+
+
+def wait_idle(engine: Engine, timeout_s: float = 10.0) -> bool:
+    """Whether no request holds a slot or waits within the time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if engine.num_running == engine.num_waiting == 0:
+            return True
+        time.sleep(0.01)
+    return False
