@@ -66,12 +66,12 @@ class Engine:
         if config.max_model_len > self.model_config.max_position_embeddings:
             raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings="
                               f"{self.model_config.max_position_embeddings}; use at most that")
+        request_cpu_devices(config.prefill_devices + config.decode_devices)
+        self.meshes = make_meshes(config.prefill_devices, config.decode_devices)
         self.tokenizer = load_tokenizer(config.model)
         self._tokenizer_config = load_tokenizer_config(config.model)
         engram_hash = load_engram_hash(self.model_config, config.model)
-        request_cpu_devices(config.prefill_devices + config.decode_devices)
         enable_compile_cache()
-        self.meshes = make_meshes(config.prefill_devices, config.decode_devices)
         self.device = DeviceEngine(config, checkpoint, engram_hash, self.meshes)
         self.device.warm_up()
         self._seeds = np.random.default_rng(config.seed)
@@ -193,10 +193,10 @@ class Engine:
             if request.request_id in self._in_flight:
                 raise RequestError("request_id", request.request_id, "is already in flight; use another or none",
                                    Status.ALREADY_EXISTS)
+            # Known and queued in one step: an abort that comes in between would find nothing to end.
+            if not self._loop.post(request):
+                raise EngineError("the engine is closed or has failed; start a new one")
             self._in_flight[request.request_id] = request
-        if not self._loop.post(request):
-            self._forget(request)
-            raise EngineError("the engine is closed or has failed; start a new one")
         return request.request_id
 
     def _prompt_ids(self, prompt: Prompt) -> Int32[np.ndarray, "N"]:

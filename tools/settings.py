@@ -16,7 +16,8 @@ from widemesh.tools.flags import parse_flags
 class _HasEngine(Protocol):
     """A command whose `engine` field is an EngineConfig."""
 
-    engine: Any
+    @property
+    def engine(self) -> Any: ...
 
 
 def parse_with_file[T: _HasEngine](

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Self
 
 import grpc
@@ -81,7 +81,7 @@ class Client:
         *,
         request_id: str = "",
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         """Stream one request. Leaving the iteration early cancels it on the server. Raises ServerError.
 
         The text has no special tokens and not the stop token that ended it; `token_ids` has both.

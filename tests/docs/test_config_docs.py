@@ -34,15 +34,15 @@ class Sample(Base):
     above: float = 0.5
     below: Literal["a", "b"] = "a"
     """String below."""
-    directive: tuple[int, ...] = ()  # before the directive  # noqa: E501
+    directive: tuple[int, ...] = ()  # before the directive  # fmt: skip
     marked: Annotated[bool, "extra"] = True  # a | b
     needed: Path  # no default
     after: int = 2  # the subclass's own words
 
 
 def test_page_is_up_to_date() -> None:
-    made = config_docs.page()
-    assert PAGE.read_text(encoding="utf-8") == made, "run `python -m widemesh.tools.config_docs > docs/configuration.md`"
+    is_current = PAGE.read_text(encoding="utf-8") == config_docs.page()
+    assert is_current, "run `python -m widemesh.tools.config_docs > docs/configuration.md`"
 
 
 def test_every_field_has_a_row() -> None:

@@ -59,6 +59,7 @@ def fake_engine(monkeypatch) -> Callable[..., SimpleNamespace]:
             made.engines.append(fake)
             return fake
 
+        made.build = build
         module = SimpleNamespace(Engine=build, EngineError=EngineError)
         monkeypatch.setitem(sys.modules, "widemesh.serving.engine", module)
         return made

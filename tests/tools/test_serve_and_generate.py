@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import GrpcServer, ServerConfig
 from widemesh.tools.cli import main
 
@@ -78,15 +79,12 @@ def served(byte_folder, fake_engine) -> Any:
 
     def start(**options: Any) -> SimpleNamespace:
         made = fake_engine(**options)
-        from widemesh.serving.config import EngineConfig
-        from widemesh.serving.engine import Engine
-
         started: SimpleNamespace = SimpleNamespace(engines=made.engines, ready=threading.Event())
 
         async def run() -> None:
             server = GrpcServer(ServerConfig(port=0))
             await server.start()
-            await server.set_engine(Engine(EngineConfig(model=str(byte_folder))))
+            await server.set_engine(made.build(EngineConfig(model=str(byte_folder))))
             started.port, started.stop, started.loop = server.port, asyncio.Event(), asyncio.get_running_loop()
             started.ready.set()
             await started.stop.wait()

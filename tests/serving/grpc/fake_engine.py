@@ -33,17 +33,19 @@ class FakeEngine:
     """Token k of a prompt is (sum of its ids + k) modulo the vocabulary, or entry k of `script`.
 
     `delay_s` passes before each delta of `burst` tokens. `asked` lists what came in; `ended` says how each request
-    left: a finish reason, or "closed" when its iterator was closed before the end.
+    left: a finish reason, or "closed" when its iterator was closed before the end. A request fails after `fail_after`
+    tokens, and the engine stops before it takes request number `die_after`.
     """
 
     def __init__(
         self, folder: str | Path, *, delay_s: float = 0.0, burst: int = 1, script: list[int] | None = None,
-        fail_after: int | None = None, **config: object,
+        fail_after: int | None = None, die_after: int | None = None, **config: object,
     ):
         self.config = FakeConfig(model=str(folder), **config)
         self.model_config = ModelConfig.from_dir(folder)
         self.tokenizer = load_tokenizer(folder)
-        self.delay_s, self.burst, self.script, self.fail_after = delay_s, burst, script, fail_after
+        self.delay_s, self.burst, self.script = delay_s, burst, script
+        self.fail_after, self.die_after = fail_after, die_after
         self.is_alive = True
         self.asked: list[tuple[str, list[int], SamplingParams]] = []
         self.ended: dict[str, str] = {}
@@ -72,6 +74,8 @@ class FakeEngine:
     def stream(self, prompt, sampling: SamplingParams | None = None, *, request_id: str = "") -> FakeStream:
         sampling = sampling or SamplingParams()
         request_id = request_id or f"fresh-{next(self._fresh)}"
+        if len(self.asked) == self.die_after:
+            self.is_alive = False
         if not self.is_alive:
             raise RuntimeError("the engine is closed")
         if isinstance(prompt, str):
