@@ -1,4 +1,7 @@
-"""The compressor: groups of `ratio` tokens become one latent, across chunk edges. Formula: docs/model.md, "Compressor"."""
+"""The compressor: groups of `ratio` tokens become one latent, across chunk edges.
+
+Formula: docs/model.md, "Compressor".
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from widemesh.model.config import ModelConfig
-from widemesh.model.linear import Linear, RMSNorm
+from widemesh.model.linear import Kind, Linear, RMSNorm
 from widemesh.model.step import StepContext
 from widemesh.pallas_kernels.compress import pool_group
 
@@ -27,7 +30,7 @@ class Compressor(nnx.Module):
     """wkv (and wgate for ratios above 1), pooling and norm. A ratio of 1 has no gate: each token is its own group."""
 
     def __init__(self, config: ModelConfig, ratio: int):
-        kind = "f32" if ratio > 1 else "bf16"
+        kind: Kind = "f32" if ratio > 1 else "bf16"
         inp = (config.hidden_size, "embed")
         self.ratio = ratio
         self.wkv = Linear((config.head_dim, "head_dim"), inp, kind=kind)

@@ -76,19 +76,19 @@ class ForwardModel:
         parameters = read_parameters(config, checkpoint.read, np.arange(config.n_routed_experts))
         return cls(config, parameters, load_engram_hash(config, folder), numerics)
 
-    def logits(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:  # noqa: B008
+    def logits(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:
         """f32 logits of every position. Ids are used as given. Raises TokenError for ids that cannot be run."""
         return self._run(token_ids, mode, "logits")
 
-    def hidden(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S D"]:  # noqa: B008
+    def hidden(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S D"]:
         """Final normed hidden state of every position."""
         return self._run(token_ids, mode, "hidden")
 
     def intermediates(self, token_ids: Int32[np.ndarray, "B S"], settings: StepSettings) -> dict[str, np.ndarray]:
         """Every recorded intermediate of a full forward over equally long lists, and `logits`."""
         batch, length = token_ids.shape
-        rows = Rows(token_ids, np.zeros(batch, np.int32), np.full(batch, length, np.int32),
-                    self.engram_hash.rows(token_ids))  # fmt: skip
+        rows = _device_rows(token_ids, np.zeros(batch, np.int32), np.full(batch, length, np.int32),
+                            self.engram_hash.rows(token_ids))  # fmt: skip
         recorder = DictRecorder()
 
         @jax.jit
@@ -115,7 +115,7 @@ class ForwardModel:
             part = ids[start : start + chunk]
             padded = np.zeros((1, chunk), np.int32)
             padded[0, : len(part)] = part
-            rows = Rows(
+            rows = _device_rows(
                 padded, np.array([start], np.int32), np.array([len(part)], np.int32),
                 self.engram_hash.rows(padded, before[None, start : start + history_len]),
             )  # fmt: skip
@@ -154,6 +154,11 @@ class ForwardModel:
         return (model.logits(hidden, step) if output == "logits" else hidden), cache
 
 
+def _device_rows(*arrays: np.ndarray) -> Rows:
+    """Rows from fresh host arrays, which nobody writes to again."""
+    return Rows(*map(jnp.asarray, arrays))
+
+
 def load_engram_hash(config: ModelConfig, folder: str | Path) -> EngramHash:
     """The hash of a checkpoint folder's tokenizer. Raises CheckpointError or ConfigError when they do not fit."""
     if not config.engram_layer_ids:
@@ -175,9 +180,8 @@ def check_token_ids(
         raise TokenError(f"{name} must be one flat list of integers, not {ids.dtype} of shape {ids.shape}")
     bad = (ids < 0) | (ids >= config.vocab_size)
     if bad.any():
-        raise TokenError(
-            f"{name}[{int(bad.argmax())}]={int(ids[bad][0])} is outside the vocabulary; use 0 to {config.vocab_size - 1}"
-        )
+        place, last = int(bad.argmax()), config.vocab_size - 1
+        raise TokenError(f"{name}[{place}]={int(ids[place])} is outside the vocabulary; use 0 to {last}")
     if (ids == config.image_token_id).any():
         raise TokenError(f"{name} holds {config.image_token_id}, the image placeholder; images are not supported")
     if ids.size > config.max_position_embeddings:

@@ -46,7 +46,7 @@ class StepSettings:
     numerics: Numerics
     selection: Literal["mask", "indices"]  # form in which the selected entries are handed to attention
     start_bound: int  # no request starts after this position; 0 = a fresh prefill
-    exchange: Exchange = LocalExchange()
+    exchange: Exchange = dataclasses.field(default_factory=LocalExchange)
     moe_implementation: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class StepContext:
     rows: Rows
     rope: RopeTables
     settings: StepSettings
-    recorder: Recorder = Recorder()
+    recorder: Recorder = dataclasses.field(default_factory=Recorder)
     prefix: str = ""
 
     @property

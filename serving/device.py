@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -159,8 +160,9 @@ class DeviceEngine:
             yield f"hand-over of {size} tokens", functools.partial(self._warm_up_hand_over, size)
         slots = self.config.max_num_seqs
         zeros = np.zeros(slots, np.int32)
-        sampling = SamplingRows(np.zeros(slots, np.float32), zeros, np.ones(slots, np.float32),
-                                np.zeros(slots, np.uint32))  # type: ignore[arg-type] # fmt: skip
+        sampling = SamplingRows(
+            *map(jnp.asarray, (np.zeros(slots, np.float32), zeros, np.ones(slots, np.float32), zeros.astype(np.uint32)))
+        )
         idle_rows = DecodeRows(zeros, zeros, np.zeros(slots, bool), np.tile(history, (slots, 1)), sampling)
         yield f"decode of {slots} slots", functools.partial(self.decode_step, idle_rows)
 

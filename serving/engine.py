@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 from jaxtyping import Int32
@@ -94,7 +95,7 @@ class Engine:
 
         Raises RequestError for the first prompt that is refused; none of the others is left running then.
         """
-        each = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
+        each = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
         settings = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(each)
         if len(settings) != len(each):
             raise RequestError("sampling", len(settings), f"must be one setting or one per prompt ({len(each)})")
@@ -111,7 +112,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str = ""
-    ) -> AsyncIterator[Delta]:
+    ) -> DeltaStream:
         """Start a request and iterate over its deltas; the last one has a finish_reason.
 
         The request is checked and queued by this call, which raises RequestError if it is refused. Must be called
@@ -210,11 +211,12 @@ class Engine:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError("prompt", f"{ids.dtype} of shape {ids.shape}", "must be text or a list of token ids")
         if len(ids) >= limit:
-            raise RequestError("prompt", f"{len(ids)} tokens", f"leaves no room for output within max_model_len={limit}; "
-                               f"give at most {limit - 1} tokens or raise max_model_len")  # fmt: skip
+            raise RequestError("prompt", f"{len(ids)} tokens", "leaves no room for output within max_model_len="
+                               f"{limit}; give at most {limit - 1} tokens or raise max_model_len")  # fmt: skip
         outside = (ids < 0) | (ids >= vocab)
         if outside.any():
-            raise RequestError("prompt", int(ids[outside][0]), f"is outside the vocabulary; use ids from 0 to {vocab - 1}")
+            raise RequestError("prompt", int(ids[outside][0]),
+                               f"is outside the vocabulary; use ids from 0 to {vocab - 1}")
         if (ids == image).any():
             raise RequestError("prompt", image, "is the image placeholder and images are not supported; remove it")
         return ids.astype(np.int32)

@@ -97,7 +97,9 @@ class Programs:
             exchange=AllGatherExchange(axis=EP_AXIS),
         )
 
-    def _jit(self, step: Callable[..., Any], specs: tuple[PartitionSpec, ...], out: PartitionSpec) -> Callable[..., Any]:
+    def _jit(
+        self, step: Callable[..., Any], specs: tuple[PartitionSpec, ...], out: PartitionSpec
+    ) -> Callable[..., Any]:
         _, state = nnx.split(Transformer(self.config))
         parameters = jax.tree.map(
             lambda variable: variable.replace(partition_spec(variable.axes)),
@@ -118,7 +120,9 @@ def export_state(cache: Cache, tokens: int, config: ModelConfig) -> Cache:
     layers = []
     for role, layer in zip(config.roles, cache, strict=True):
         source = tuple(
-            SourceCache(part.entries[:, : tokens // role.ratio], part.index_keys[:, : tokens // role.ratio], part.pending)
+            SourceCache(
+                part.entries[:, : tokens // role.ratio], part.index_keys[:, : tokens // role.ratio], part.pending
+            )
             for part in layer.source
         )
         layers.append(LayerCache(layer.window, source))

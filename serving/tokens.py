@@ -1,8 +1,7 @@
-"""Text to token ids and back: loading a tokenizer, the rules for encoding a prompt, incremental decoding."""
+"""Text to token ids and back: the rules for encoding a prompt, incremental decoding."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,42 +11,19 @@ from jaxtyping import Int32
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from widemesh.model import tokenizer_files
 from widemesh.model.config import ConfigError
+from widemesh.model.tokenizer_files import load_tokenizer_config
 from widemesh.serving.request import RequestError
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no whole character
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read `tokenizer.json` of a checkpoint folder, with truncation and padding switched off.
-
-    Also checks that `tokenizer_config.json` beside it can be used by `encode_prompt`. Raises ConfigError with the path.
-    """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give a checkpoint folder that holds tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as err:  # the library raises bare Exception
-        raise ConfigError(f"{path} is no usable tokenizer ({err}); write the released tokenizer.json there") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    """The tokenizer of a checkpoint folder, once `encode_prompt` can use it. Raises ConfigError with the path."""
+    tokenizer = tokenizer_files.load_tokenizer(folder)
     bos_to_prepend(tokenizer, load_tokenizer_config(folder))
     return tokenizer
-
-
-def load_tokenizer_config(folder: str | Path) -> dict[str, Any]:
-    """The parsed `tokenizer_config.json`, or an empty dict where there is none. Raises ConfigError with the path."""
-    path = Path(folder) / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"{path} is not valid JSON ({err}); correct or remove it") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(config).__name__}; correct or remove it")
-    return config
 
 
 def bos_to_prepend(tokenizer: Tokenizer, tokenizer_config: dict[str, Any]) -> int | None:

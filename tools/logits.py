@@ -34,8 +34,8 @@ class Logits:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         from rich.console import Console
         from rich.progress import track
-        from safetensors.numpy import save_file
 
+        from widemesh.model.checkpoint.tensor_file import write_tensor_file
         from widemesh.model.forward import ForwardModel, Mode, check_token_ids
         from widemesh.model.numerics import numerics_named
 
@@ -49,7 +49,7 @@ class Logits:
         tensors = {f"logits.{number}": model.logits(ids, mode) for number, ids in enumerate(steps)}
         partial = self.out.with_name(f".{self.out.name}.{os.getpid()}.partial")
         try:
-            save_file(tensors, partial)
+            write_tensor_file(partial, tensors)
             partial.replace(self.out)
         finally:
             partial.unlink(missing_ok=True)

@@ -86,7 +86,10 @@ def write_tensor_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
     Raises OSError when the file cannot be written.
     """
+    path.touch()
+    mode = path.stat().st_mode  # what the user's mask gives a new file; the library leaves it to the owner alone
     try:
         safetensors.numpy.save_file(dict(tensors), path, metadata={"format": "pt"})
+        path.chmod(mode)
     except safetensors.SafetensorError as err:
         raise OSError(str(err)) from None

@@ -7,7 +7,9 @@ times a power of two has 4 significant bits, an E2M1 value times an E4M3 scale a
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from typing import cast
+
+from jaxtyping import Array, Float
 
 from widemesh.pallas_kernels.formats.bits import (
     MAGNITUDE_BITS,
@@ -31,7 +33,7 @@ from widemesh.pallas_kernels.formats.scales import (
 from widemesh.pallas_kernels.formats.small_float import E2M1, E4M3
 
 
-def fake_quant_fp8(x: Float[AnyArray, "*G D"]) -> Float[AnyArray, "*G D"]:
+def fake_quant_fp8(x: Float[Array, "*G D"]) -> Float[Array, "*G D"]:
     """`x` rounded to E4M3 with a power-of-two scale per 32 values of the last axis. Same dtype as `x`."""
     bits = to_bits(split_groups(as_float32(x), FP8_GROUP))
     magnitudes = bits & MAGNITUDE_BITS
@@ -40,7 +42,7 @@ def fake_quant_fp8(x: Float[AnyArray, "*G D"]) -> Float[AnyArray, "*G D"]:
     return _signed(rounded * scale, bits, x)
 
 
-def fake_quant_mxfp4(x: Float[AnyArray, "*G D"]) -> Float[AnyArray, "*G D"]:
+def fake_quant_mxfp4(x: Float[Array, "*G D"]) -> Float[Array, "*G D"]:
     """`x` rounded to E2M1 with a power-of-two scale per 32 values of the last axis. Same dtype as `x`."""
     bits = to_bits(split_groups(as_float32(x), MXFP4_GROUP))
     magnitudes = bits & MAGNITUDE_BITS
@@ -49,7 +51,7 @@ def fake_quant_mxfp4(x: Float[AnyArray, "*G D"]) -> Float[AnyArray, "*G D"]:
     return _signed(rounded * scale, bits, x)
 
 
-def fake_quant_nvfp4(x: Float[AnyArray, "*G D"]) -> Float[AnyArray, "*G D"]:
+def fake_quant_nvfp4(x: Float[Array, "*G D"]) -> Float[Array, "*G D"]:
     """`x` rounded to E2M1 with an E4M3 scale per 16 values of the last axis. Same dtype as `x`."""
     bits = to_bits(split_groups(as_float32(x), NVFP4_GROUP))
     magnitudes = bits & MAGNITUDE_BITS
@@ -57,7 +59,7 @@ def fake_quant_nvfp4(x: Float[AnyArray, "*G D"]) -> Float[AnyArray, "*G D"]:
     return _signed(E2M1.magnitude(nvfp4_magnitude_code(from_bits(magnitudes), scale)) * scale, bits, x)
 
 
-def _signed(magnitude: AnyArray, bits: AnyArray, x: AnyArray) -> AnyArray:
+def _signed(magnitude: AnyArray, bits: AnyArray, x: Array) -> Array:
     """Give the grouped magnitudes their signs back, and `x`'s shape and dtype."""
     signed = from_bits(to_bits(magnitude) | (bits & SIGN_BIT))
-    return join_groups(signed, x.shape[-1]).astype(x.dtype)
+    return cast(Array, join_groups(signed, x.shape[-1]).astype(x.dtype))

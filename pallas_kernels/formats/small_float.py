@@ -70,7 +70,7 @@ class SmallFloat:
         return self._decode(codes)
 
     @cached_property
-    def table(self) -> Float32[np.ndarray, "num_codes"]:  # noqa: UP037
+    def table(self) -> Float32[np.ndarray, "num_codes"]:
         """The value of every code, for reading large arrays on the host."""
         return np.asarray(self._decode(np.arange(2 << self.sign_shift, dtype=np.uint8)))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from widemesh.pallas_kernels.rounding import maybe_round_bf16
+from widemesh.pallas_kernels.rounding import round_bf16
 
 _FLOOR = -1e30  # of the running maximum: a row without keys gives zeros, not NaN
 _ROUNDED_BLOCK = 64  # slots per online-softmax block of the released kernel; only visible under bf16 rounding
@@ -33,7 +33,7 @@ def attend_indices(
     `window_kv` holds the rows at positions start - (window - 1) .. start + S - 1, so row i of the queries (position
     start + i) sees window rows i .. i + window - 1, those at negative positions excepted.
     """
-    b, s, n, h = q.shape
+    b, s, _, h = q.shape
     rows = jnp.arange(s)[:, None] + jnp.arange(window)[None]  # [S, W]
     keys = window_kv[:, rows]  # [B, S, W, H]
     seen = (start[:, None, None] - (window - 1) + rows[None]) >= 0
@@ -69,8 +69,8 @@ def _online_softmax(
         weights = jnp.exp(part - new_top)
         decay = jnp.exp(top - new_top)
         total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
-        block = jnp.einsum("bsnk,bskh->bsnh", maybe_round_bf16(weights, True), keys[:, :, first : first + _ROUNDED_BLOCK])
-        acc = acc * decay + block
+        values = keys[:, :, first : first + _ROUNDED_BLOCK]
+        acc = acc * decay + jnp.einsum("bsnk,bskh->bsnh", round_bf16(weights), values)
         top = new_top
     total = total + jnp.exp(sink[:, None] - top)
     return acc / total

@@ -324,7 +324,7 @@ def test_a_request_with_nan_logits_fails_alone(
     real = engine.device.decode_step
     slots: list[int] = []
 
-    def spoil(rows):  # noqa: ANN001, ANN202
+    def spoil(rows):
         tokens, is_finite = real(rows)
         spoiled = np.flatnonzero(rows.is_active & (rows.positions == 33))  # the prompt of 34 tokens
         slots.extend(spoiled.tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ def test_distribution(logits: np.ndarray, vary: str) -> None:
     if vary == "position":
         positions = np.arange(DRAWS, dtype=np.int32)
     else:
-        settings = SamplingRows(settings.temperature, settings.top_k, settings.top_p, np.arange(DRAWS, dtype=np.uint32))  # type: ignore[arg-type]
+        settings = dataclasses.replace(settings, seed=np.arange(DRAWS, dtype=np.uint32))
     counts = np.bincount(np.asarray(jax.jit(sample)(batch, settings, positions)), minlength=16)
     expected = DRAWS * np.exp(logits / 0.8) / np.exp(logits / 0.8).sum()
     assert ((counts - expected) ** 2 / expected).sum() < 37.7  # 99.9 % point for 15 degrees of freedom
@@ -63,4 +65,5 @@ def test_kept_tokens() -> None:
     wanted = [[0, 1, 2, 3, 4], [1, 2], [0, 1, 2, 3], [1, 2], [1], [1, 2]]
     assert [np.flatnonzero(row).tolist() for row in kept] == wanted
     # After top-k of 2 the first token alone holds 0.4 / 0.7 = 0.571.
-    assert np.flatnonzero(np.asarray(kept_tokens(batch[:1], top_k[1:2], np.array([0.57], np.float32)))[0]).tolist() == [1]
+    narrow = np.asarray(kept_tokens(batch[:1], top_k[1:2], np.array([0.57], np.float32)))
+    assert np.flatnonzero(narrow[0]).tolist() == [1]

@@ -27,7 +27,7 @@ def test_all_gather_equals_local(ranks: int, pattern: str) -> None:
     w1, w3 = (rng.normal(size=(experts, f, d)).astype(np.float32) for _ in range(2))
     w2 = rng.normal(size=(experts, d, f)).astype(np.float32)
 
-    def moe(exchange, x, slots, weights, w1, w3, w2):  # noqa: ANN001, ANN202
+    def moe(exchange, x, slots, weights, w1, w3, w2):
         sent, local, sent_weights = exchange.dispatch(x, slots, weights, w1.shape[0])
         return exchange.combine(grouped_moe(sent, local, sent_weights, w1, w3, w2, MATH))
 

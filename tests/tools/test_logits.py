@@ -48,7 +48,9 @@ def test_lists_of_different_lengths_match_golden(tmp_path: Path) -> None:
         ([[5]], ("--mode", "chunked:0"), "mode='chunked:0' is unknown; use full, incremental or chunked:N"),
     ],
 )
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: object, flags: tuple, sentence: str) -> None:
+def test_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: object, flags: tuple, sentence: str
+) -> None:
     status, out = run(tmp_path, tokens, *flags)
     assert (status, out.exists()) == (2, False)
     err = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -93,7 +94,13 @@ def served(byte_folder, fake_engine) -> Any:
         thread = threading.Thread(target=lambda: asyncio.run(run()))
         thread.start()
         assert started.ready.wait(5)
-        ends.append(lambda: (started.loop.call_soon_threadsafe(started.stop.set), thread.join(5)))
+
+        def end() -> None:
+            with contextlib.suppress(RuntimeError):  # the test has stopped it already
+                started.loop.call_soon_threadsafe(started.stop.set)
+            thread.join(5)
+
+        ends.append(end)
         return started
 
     yield start
