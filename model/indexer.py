@@ -14,7 +14,7 @@ from widemesh.model.rope import rotate
 from widemesh.model.step import StepContext
 from widemesh.pallas_kernels.formats import fake_quant_mxfp4
 from widemesh.pallas_kernels.indexer_scores import indexer_scores
-from widemesh.pallas_kernels.select_topk import candidate_mask, select_indices, select_mask
+from widemesh.pallas_kernels.select_topk import candidate_mask, select_indices, select_mask_causal
 from widemesh.pallas_kernels.sparse_attention import SelectedIndices, SelectedMask, Selection, visible_entries
 
 
@@ -58,8 +58,10 @@ class Indexer(nnx.Module):
         if num.cache_quant:
             queries = fake_quant_mxfp4(queries)
         weights = num.round(self.weights_proj(x, num) * (dim**-0.5 * heads**-0.5))
-        scores = indexer_scores(queries, weights, shared.index_keys, ratio=role.ratio,
-                                start_bound=step.settings.start_bound, bf16_rounding=num.bf16_rounding)  # fmt: skip
+        scores = indexer_scores(
+            queries, weights, shared.index_keys, ratio=role.ratio, start_bound=step.settings.start_bound,
+            bf16_operands=num.cache_quant, bf16_rounding=num.bf16_rounding,
+        )  # fmt: skip
         visible = visible_entries(step.rows.start, x.shape[1], scores.shape[-1], role.ratio)
         scores = jnp.where(visible, scores, -jnp.inf)
         step.record("indexer_scores", scores)
@@ -78,7 +80,8 @@ class Indexer(nnx.Module):
     def select(self, scores: Float[Array, "B S L"], step: StepContext) -> Selection:
         """The top entries in the form this program uses."""
         if step.settings.selection == "mask":
-            mask = select_mask(scores, self.config.index_topk)
+            mask = select_mask_causal(scores, self.config.index_topk, ratio=self.role.ratio,
+                                      start_bound=step.settings.start_bound)  # fmt: skip
             step.record("topk_mask", mask)
             return SelectedMask(mask)
         indices = select_indices(scores, self.config.index_topk)

@@ -209,7 +209,7 @@ def _own_meanings(cls: type) -> dict[str, str]:
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
         last = statement.end_lineno or statement.lineno
-        above = []
+        above: list[str] = []
         while (line := statement.lineno - len(above) - 1) in alone:
             above.append(comments[line])
         text = comments.get(last) or " ".join(reversed(above)) or _string(following)

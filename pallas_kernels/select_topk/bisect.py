@@ -1,7 +1,8 @@
 """The k best entries of a row as a mask, by bisection on the bits of the k-th largest score.
 
-For many rows on a CPU: 32 passes of compare and count beat a sort (23 ms against 43 ms for 1024 rows of 1024), and
-a mask is what the dense attention of that case reads. Same set as `select_indices`.
+For many rows on a CPU: 32 passes of compare and count beat a sort (8 ms for 1024 rows of 1024 in blocks that stay in
+cache, see `causal`, against 43 ms), and a mask is what the dense attention of that case reads. Same set as
+`select_indices`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def _ordered_bits(x: Float[Array, "*T L"]) -> Int32[Array, "*T L"]:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _count(mask: Bool[Array, "*T L"]) -> Int32[Array, "*T 1"]:
-    return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
+def _count(mask: Bool[Array, "*T L"]) -> Float[Array, "*T 1"]:
+    """How many are set, counted in f32: exact below 2^24, and XLA:CPU's float sums are twice as fast as its int ones."""
+    return jnp.sum(jnp.where(mask, 1.0, 0.0), axis=-1, keepdims=True)
 
 
 def _kth_largest(key: Int32[Array, "*T L"], k: int) -> Int32[Array, "*T 1"]:
@@ -48,11 +50,11 @@ def _kth_largest(key: Int32[Array, "*T L"], k: int) -> Int32[Array, "*T 1"]:
     return lax.fori_loop(0, 32, narrow, lowest)
 
 
-def _lowest(mask: Bool[Array, "*T L"], room: Int32[Array, "*T 1"]) -> Bool[Array, "*T L"]:
+def _lowest(mask: Bool[Array, "*T L"], room: Float[Array, "*T 1"]) -> Bool[Array, "*T L"]:
     """The first `room` set positions of each row, by bisection on the index."""
     index = lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
     bits = max(1, mask.shape[-1].bit_length())
-    bound = jnp.zeros_like(room)  # largest bound with at most `room` set positions below it
+    bound = jnp.zeros(room.shape, jnp.int32)  # largest bound with at most `room` set positions below it
 
     def narrow(step: Int32[Array, ""], bound: Int32[Array, "*T 1"]) -> Int32[Array, "*T 1"]:
         trial = bound + lax.shift_left(jnp.int32(1), bits - 1 - step)

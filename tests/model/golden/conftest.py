@@ -1,13 +1,15 @@
 """The golden checkpoints, and their layers run one at a time with the golden values as input.
 
 Golden A and B are small random models with every feature of the architecture; their intermediates and logits were
-made by a public PyTorch implementation. One program per kind of layer serves all layers of that kind.
+made by a public PyTorch implementation. `oracle.py` holds the model's formulas once more, in float64.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ import pytest
 from flax import nnx
 
 from widemesh.model.block import Block
-from widemesh.model.cache import Cache, LayerCache, init_cache
+from widemesh.model.cache import init_cache
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.checkpoint.tensor_file import TensorFile
 from widemesh.model.config import LayerRole, ModelConfig
+from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import load_engram_hash
 from widemesh.model.indexer import Shared
 from widemesh.model.loading import read_parameters, split_model
@@ -30,6 +33,19 @@ from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.model.step import DictRecorder, Rows, StepContext, StepSettings
 from widemesh.pallas_kernels.sparse_attention import SelectedIndices, SelectedMask, Selection
+
+
+
+def _load(name: str) -> Any:
+    """A module beside this file; tests are imported without a path of their own."""
+    spec = importlib.util.spec_from_file_location(f"widemesh_test_{name}", Path(__file__).parent / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+oracle = _load("oracle")
 
 FOLDER = Path(__file__).parents[2] / "golden"
 INPUTS = ("long", "batch", "short")
@@ -41,6 +57,7 @@ COMB_TOLERANCE = 5e-6
 MIX_TOLERANCE = 1e-6
 
 Records = dict[str, np.ndarray]
+Entering = tuple[Any, Any, Shared | None]  # streams, pre-mix and shared state
 
 
 def read_file(path: Path) -> Records:
@@ -62,24 +79,26 @@ def selected_sets(selected: np.ndarray) -> list[frozenset[int]]:
     return [frozenset(row[row >= 0].tolist()) for row in selected.reshape(-1, selected.shape[-1])]
 
 
-def error_of(name: str, found: np.ndarray, wanted: np.ndarray) -> float:
-    """How far an intermediate is from the golden one, in units of what is allowed. Choices must be equal."""
+def row_errors(name: str, found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """How far each row of an intermediate is from the golden one, in units of what is allowed.
+
+    Choices (entries, candidates, experts) must be equal: 0 or infinity.
+    """
     if name.endswith("topk_indices"):
-        return 0.0 if selected_sets(found) == selected_sets(wanted) else np.inf
+        pairs = zip(selected_sets(found), selected_sets(wanted), strict=True)
+        return np.array([0.0 if own == golden else np.inf for own, golden in pairs])
     if found.shape != wanted.shape:
-        return np.inf
+        return np.full(1, np.inf)
     if name.endswith(("candidates", "topk_ids")):
-        return 0.0 if np.array_equal(found, wanted) else np.inf
-    if name.endswith("indexer_scores"):
-        if not np.array_equal(np.isinf(found), np.isinf(wanted)):
-            return np.inf
-        found, wanted = (np.where(np.isinf(x), 0, x) for x in (found, wanted))
-    if name.endswith(("_hc.pre", "_hc.post")):
-        return float(np.max(np.abs(found - wanted))) / MIX_TOLERANCE
+        return np.where((found == wanted).all(axis=-1), 0.0, np.inf).reshape(-1)
+    if name.endswith(("_hc.pre", "_hc.post", "pre_out")):
+        return np.max(np.abs(found - wanted), axis=-1).reshape(-1) / MIX_TOLERANCE
     if name.endswith("_hc.comb"):
-        return float(np.max(np.abs(found - wanted))) / COMB_TOLERANCE
-    error = float(np.max(relative(found, wanted)))
-    return np.inf if np.isnan(error) else error / TENSOR_TOLERANCE
+        return np.max(np.abs(found - wanted), axis=(-1, -2)).reshape(-1) / COMB_TOLERANCE
+    same = (np.isinf(found) == np.isinf(wanted)).all(axis=-1)  # scores of what is out of sight
+    found, wanted = (np.where(np.isinf(x), 0, x) for x in (found, wanted))
+    errors = np.where(same, relative(found, wanted) / TENSOR_TOLERANCE, np.inf)
+    return np.where(np.isnan(errors), np.inf, errors).reshape(-1)
 
 
 class Golden:
@@ -89,16 +108,17 @@ class Golden:
         self.name, self.folder = name, FOLDER / name
         checkpoint = Checkpoint.open(self.folder)
         self.config: ModelConfig = checkpoint.config
+        self.read = functools.cache(checkpoint.read)
         self.hash = load_engram_hash(self.config, self.folder)
         self.graph, _ = split_model(self.config)
-        state = read_parameters(self.config, checkpoint.read, np.arange(self.config.n_routed_experts))
+        state = read_parameters(self.config, self.read, np.arange(self.config.n_routed_experts))
         self.parameters: nnx.State[Any, Any] = jax.tree.map(jnp.asarray, state)
         self.inputs = read_file(self.folder / "inputs.safetensors")
         self.outputs = {mode: read_file(self.folder / f"outputs_{mode}_long.safetensors") for mode in ("plain", "kvq")}
         self.other = read_file(self.folder / "outputs_other.safetensors")
         self.length = self.inputs["long"].shape[1]
-        self.rope = RopeTables.build(self.config, self.length)
-        self.layers = range(self.config.num_hidden_layers)
+        self.rope = jax.tree.map(jnp.asarray, RopeTables.build(self.config, self.length))
+        self.depth = self.config.num_hidden_layers
 
     def wanted(self, mode: str, which: str, name: str) -> np.ndarray:
         """A golden output of one input, [B, S, ...]."""
@@ -107,139 +127,148 @@ class Golden:
         return self.other[f"{mode}.{which}.{name}"]
 
     def layer_outputs(self, layer: int, mode: str = "plain") -> Records:
-        """Golden intermediates of one layer on `long`, by their names within the layer."""
-        prefix = f"layers.{layer}."
-        return {k.removeprefix(prefix): v for k, v in self.outputs[mode].items() if k.startswith(prefix)}
+        """Golden intermediates of one layer on `long`, by their names within the layer; the last one's end the model.
 
-    # --- one layer, golden values in ---------------------------------------------------------------------------------
-
-    def run_layer(self, layer: int, settings: StepSettings, *, mode: str = "plain", **changes: Any) -> Records:
-        """Everything the layer records on `long` when what enters it is golden of `mode`.
-
-        `changes` are passed on to `step_layer`.
+        `pre_out` is what the layer hands to the next: the pre-mix of its second site.
         """
-        streams, pre = self.entering(layer, mode)
-        cache = init_cache(self.config, 1, self.length)[layer]
-        shared = self.shared_before(layer, mode, settings.selection)
-        rows = self.rows(self.inputs["long"][0])
-        *_, records = self.step_layer(layer, settings, streams, pre, cache, shared, rows, **changes)
-        return as_records(records)
+        prefix, outputs = f"layers.{layer}.", self.outputs[mode]
+        found = {k.removeprefix(prefix): v for k, v in outputs.items() if k.startswith(prefix)}
+        found["pre_out"] = found["ffn_hc.pre"]
+        if layer == self.depth - 1:
+            found |= {k: v for k, v in outputs.items() if k.startswith("final.") or k == "logits"}
+        return found
 
-    def entering(self, layer: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
-        """Golden streams and pre-mix that enter a layer."""
-        if layer:
-            before = self.layer_outputs(layer - 1, mode)
-            return before["streams_out"], before["ffn_hc.pre"]
-        embedded = np.asarray(self.parameters["embed"]["weight"].get_value())[self.inputs["long"]]
-        streams = np.repeat(embedded[:, :, None], self.config.hc_mult, axis=2)
-        first = np.eye(1, self.config.hc_mult, dtype=np.float32)[0]
-        return streams, np.broadcast_to(first, streams.shape[:3])
+    # --- running -----------------------------------------------------------------------------------------------------
 
-    def shared_before(self, layer: int, mode: str, form: str) -> Shared | None:
-        """Golden shared state that enters a layer: of the last sources below it."""
-        outputs = self.outputs[mode]
-        below = [role for role in self.config.roles[:layer] if role.owns_kv]
-        if not below:
-            return None
-        owner = below[-1].layer
-        chooser = max(role.layer for role in self.config.roles[:layer] if role.owns_index)
-        entries = outputs[f"layers.{owner}.attn.compressed_kv"]
-        candidates = np.ones((1, self.length, entries.shape[1]), bool)
-        if 0 <= self.config.candidate_source_layer_id < layer:
-            candidates = outputs[f"layers.{self.config.candidate_source_layer_id}.attn.candidates"].astype(bool)
-        return Shared(
-            entries,
-            outputs[f"layers.{owner}.attn.index_keys"],
-            selection_of(outputs[f"layers.{chooser}.attn.topk_indices"], entries.shape[1], form),
-            candidates,
-        )
+    def run(self, ids: np.ndarray, settings: StepSettings, *, forced: str | None = None) -> Records:
+        """Everything that all layers record, and `logits`, for one list of ids.
 
-    def rows(self, ids: np.ndarray, engram_rows: np.ndarray | None = None) -> Rows:
-        """A fresh request of these ids, padded to the length of `long`."""
-        tokens = np.zeros((1, self.length), np.int32)
-        tokens[0, : len(ids)] = ids
-        hashed = self.hash.rows(tokens) if engram_rows is None else engram_rows
-        return Rows(tokens, np.zeros(1, np.int32), np.array([len(ids)], np.int32), hashed)
+        With `forced` (the mode of golden values, on `long`) each layer is fed the golden values of what enters it, so
+        that its own error shows and no other's.
+        """
+        rows = self.rows(ids)
+        entering = [self.entering(layer, forced or "plain", settings.selection) for layer in range(1, self.depth + 1)]
+        values = self._program(settings)(self.parameters, entering, forced is not None, rows)
+        return {name: cut(name, value, len(ids)) for name, value in as_records(values).items()}
 
-    def step_layer(
-        self, layer: int, settings: StepSettings, streams: Any, pre: Any, cache: LayerCache, shared: Shared | None,
-        rows: Rows, *, config: ModelConfig | None = None, role: LayerRole | None = None, rope: RopeTables | None = None,
-        fresh: bool = False,
-    ) -> tuple[Any, Any, LayerCache, Shared | None, dict[str, Any]]:
-        """One layer's step. `fresh` traces it again, which a change of the code needs to have an effect."""  # fmt: skip
-        program = functools.partial(Golden._layer_program.__wrapped__, self) if fresh else self._layer_program
-        run = program(config or self.config, kind_of(role or self.config.roles[layer]), settings)
-        parts = None if shared is None else tuple(getattr(shared, f.name) for f in dataclasses.fields(Shared))
-        streams, pre, cache, parts, records = run(
-            self.parameters["layers"][layer], streams, pre, cache, parts, rows, rope or self.rope
-        )
-        return streams, pre, cache, None if parts is None else Shared(*parts), records
+    def run_layer(
+        self, layer: int, settings: StepSettings, *, mode: str = "plain", config: ModelConfig | None = None,
+        role: LayerRole | None = None, rope: RopeTables | None = None, hash_: EngramHash | None = None,
+        jit: bool = False,
+    ) -> Records:
+        """One layer on `long`, fed golden values: the code as it is at this moment.
 
-    @functools.cache  # noqa: B019 - one object per checkpoint and session
-    def _layer_program(self, config: ModelConfig, role: LayerRole, settings: StepSettings) -> Callable[..., Any]:
+        After the last layer come the final collapse, norm and head. Without `jit` it runs operation by operation,
+        which costs less for a single run once the operations are compiled.
+        """  # fmt: skip
+        config, role = config or self.config, role or self.config.roles[layer]
         graph, _ = nnx.split(Block(config, role))
 
-        @jax.jit
-        def run(state, streams, pre, cache, parts, rows, rope):
+        def run(parameters: Any, streams: Any, pre: Any, parts: Any, rows: Rows, rope: RopeTables) -> dict[str, Any]:
             recorder = DictRecorder()
             step = StepContext(rows, rope, settings, recorder)
             shared = None if parts is None else Shared(*parts)
-            streams, pre, cache, shared = nnx.merge(graph, state)(streams, pre, cache, shared, step)
-            parts = None if shared is None else tuple(getattr(shared, f.name) for f in dataclasses.fields(Shared))
-            return streams, pre, cache, parts, recorder.values
+            cache = init_cache(config, 1, self.length)[layer]
+            block = nnx.merge(graph, parameters["layers"][layer])
+            streams, pre, *_ = block(streams, pre, cache, shared, step)
+            recorder.values["pre_out"] = pre
+            if layer == self.depth - 1:
+                model = nnx.merge(self.graph, parameters)
+                recorder.values["logits"] = model.logits(model.leave(streams, pre, step), step)
+            return recorder.values
 
-        return run
+        streams, pre, shared = self.entering(layer, mode, settings.selection)
+        rows = self.rows(self.inputs["long"][0], hash_)
+        rope = self.rope if rope is None else jax.tree.map(jnp.asarray, rope)
+        streams = streams.astype(settings.numerics.dtype)
+        return as_records((jax.jit(run) if jit else run)(self.parameters, streams, pre, parts_of(shared), rows, rope))
 
-    # --- the whole model, layer by layer -----------------------------------------------------------------------------
+    def rows(self, ids: np.ndarray, hash_: EngramHash | None = None) -> Rows:
+        """A fresh request of these ids, padded to the length of `long`."""
+        tokens = np.zeros((1, self.length), np.int32)
+        tokens[0, : len(ids)] = ids
+        return Rows(
+            jnp.asarray(tokens), jnp.zeros(1, jnp.int32), jnp.array([len(ids)], jnp.int32),
+            jnp.asarray((hash_ or self.hash).rows(tokens)),
+        )  # fmt: skip
 
-    def run_model(self, ids: np.ndarray, settings: StepSettings) -> Records:
-        """Everything all layers record, and `logits`, for one list of ids padded to the length of `long`."""
-        rows, n = self.rows(ids), len(ids)
-        cache: Cache = init_cache(self.config, 1, self.length)
-        streams, pre = self._enter(settings)(self.parameters, rows)
-        shared = None
-        records: dict[str, Any] = {}
-        for layer in self.layers:
-            streams, pre, _, shared, values = self.step_layer(
-                layer, settings, streams, pre, cache[layer], shared, rows
-            )
-            records |= {f"layers.{layer}.{name}": value for name, value in values.items()}
-        records |= self.leave(streams, pre, settings)
-        return {name: cut(name, value, n) for name, value in as_records(records).items()}
-
-    def leave(self, streams: Any, pre: Any, settings: StepSettings) -> dict[str, Any]:
-        """`final.collapsed`, `final.normed` and `logits`."""
-        return self._leave(settings)(self.parameters, streams, pre)
+    @functools.cache  # noqa: B019 - one object per checkpoint and process
+    def entering(self, layer: int, mode: str, form: str) -> Entering:
+        """Golden values that enter a layer on `long`; the layer past the last one is the final collapse."""
+        outputs, roles = self.outputs[mode], self.config.roles[:layer]
+        if layer == 0:
+            embedded = self.parameters["embed"]["weight"].get_value()[self.inputs["long"]]
+            streams = jnp.repeat(embedded[:, :, None], self.config.hc_mult, axis=2)
+            return streams, jnp.broadcast_to(jnp.eye(1, self.config.hc_mult)[0], streams.shape[:3]), None
+        streams, pre = (outputs[f"layers.{layer - 1}.{name}"] for name in ("streams_out", "ffn_hc.pre"))
+        owners = [role.layer for role in roles if role.owns_kv]
+        if not owners:
+            return jnp.asarray(streams), jnp.asarray(pre), None
+        chooser = max(role.layer for role in roles if role.owns_index)
+        entries, keys = (outputs[f"layers.{owners[-1]}.attn.{name}"] for name in ("compressed_kv", "index_keys"))
+        candidates = np.ones((1, self.length, entries.shape[1]), bool)
+        if 0 <= self.config.candidate_source_layer_id < layer:
+            candidates = outputs[f"layers.{self.config.candidate_source_layer_id}.attn.candidates"].astype(bool)
+        selection = selection_of(outputs[f"layers.{chooser}.attn.topk_indices"], entries.shape[1], form)
+        shared = Shared(jnp.asarray(entries), jnp.asarray(keys), selection, jnp.asarray(candidates))
+        return jnp.asarray(streams), jnp.asarray(pre), shared
 
     @functools.cache  # noqa: B019
-    def _enter(self, settings: StepSettings) -> Callable[..., Any]:
-        return jax.jit(
-            lambda parameters, rows: nnx.merge(self.graph, parameters).enter(StepContext(rows, self.rope, settings))
-        )
+    def _program(self, settings: StepSettings) -> Callable[..., dict[str, Any]]:
+        """The model's own layers in their own order, each after a choice between golden and computed input."""
 
-    @functools.cache  # noqa: B019
-    def _leave(self, settings: StepSettings) -> Callable[..., Any]:
-        @jax.jit
-        def run(parameters, streams, pre):
+        def run(parameters: Any, entering: list[Any], forced: Any, rows: Rows) -> dict[str, Any]:
             model, recorder = nnx.merge(self.graph, parameters), DictRecorder()
-            step = StepContext(self.rows(np.zeros(0, np.int32)), self.rope, settings, recorder)
-            logits = model.logits(model.leave(streams, pre, step), step)
+            step = StepContext(rows, self.rope, settings, recorder)
+            cache = init_cache(self.config, 1, self.length)
+            state: Entering = (*model.enter(step), None)
+            for layer, block in enumerate(model.layers):
+                streams, pre, _, shared = block(*state[:2], cache[layer], state[2], step.at(f"layers.{layer}"))
+                recorder.values[f"layers.{layer}.pre_out"] = pre
+                state = jax.tree.map(
+                    lambda golden, own: jnp.where(forced, golden.astype(own.dtype), own),
+                    entering[layer], (streams, pre, parts_of(shared)),
+                )  # fmt: skip
+                state = (*state[:2], None if state[2] is None else Shared(*state[2]))
+            logits = model.logits(model.leave(*state[:2], step), step)
             return {**recorder.values, "logits": logits}
 
-        return run
+        program = jax.jit(run)
+        return lambda parameters, entering, forced, rows: program(
+            parameters, [(*e[:2], parts_of(e[2])) for e in entering], forced, rows
+        )
 
     # --- comparison --------------------------------------------------------------------------------------------------
 
-    def errors(self, found: Records, wanted: Records) -> dict[str, float]:
-        """Error of every wanted intermediate in units of what is allowed. All of them must have been recorded."""
+    def errors(self, found: Records, wanted: Records) -> dict[str, np.ndarray]:
+        """`row_errors` of every wanted intermediate; all of them must have been recorded."""
         errors = {}
         for name, value in wanted.items():
             mask = name.replace("topk_indices", "topk_mask")
             own = found[mask if mask in found else name]
             if name.endswith(("compressed_kv", "index_keys")):
                 own = own[:, : value.shape[1]]  # a step has room for one group more than it may complete
-            errors[name] = error_of(name, own, value)
+            errors[name] = row_errors(name, own, value)
         return errors
+
+    def oracle_layer(self, layer: int, numerics: Numerics, mode: str, skip: str | None = None) -> Records:
+        """What the float64 oracle makes of one layer of `long` when golden values of `mode` enter, [S, ...] each."""
+        streams, pre, shared = self.entering(layer, mode, "indices")
+        streams = np.asarray(streams[0].astype(numerics.dtype), np.float64)
+        parts = None
+        if shared is not None:
+            selected = [row[row >= 0] for row in np.asarray(shared.selection.indices)[0]]
+            parts = oracle.Shared(
+                *(np.asarray(x[0], np.float64) for x in (shared.entries, shared.index_keys)), selected,
+                np.asarray(shared.candidates[0]),
+            )  # fmt: skip
+        model = self.oracle(numerics, skip)
+        model.layer(layer, streams, np.asarray(pre[0], np.float64), parts, self.hash.rows(self.inputs["long"])[0])
+        return {name.removeprefix(f"layers.{layer}."): value for name, value in model.records.items()}
+
+    def oracle(self, numerics: Numerics, skip: str | None = None) -> oracle.Oracle:
+        """The oracle on this checkpoint."""
+        return oracle.Oracle(self.config, self.read, numerics, skip=skip)
 
 
 def settings_of(numerics: str | Numerics, selection: str) -> StepSettings:
@@ -248,18 +277,18 @@ def settings_of(numerics: str | Numerics, selection: str) -> StepSettings:
     return StepSettings(numerics=numerics, selection=selection, start_bound=0)  # type: ignore[arg-type]
 
 
-def kind_of(role: LayerRole) -> LayerRole:
-    """The role without what a layer does not look at: two layers of one kind run the same program."""
-    return dataclasses.replace(role, layer=role.layer if role.has_engram else 0, kv_source=None, index_source=None)
+def parts_of(shared: Shared | None) -> tuple[Any, ...] | None:
+    """The fields of the shared state, as JAX may carry them."""
+    return None if shared is None else tuple(getattr(shared, f.name) for f in dataclasses.fields(Shared))
 
 
 def selection_of(indices: np.ndarray, entries: int, form: str) -> Selection:
     """A golden selection in the form that a program uses."""
     if form == "indices":
-        return SelectedIndices(np.sort(indices, axis=-1))
+        return SelectedIndices(jnp.asarray(np.sort(indices, axis=-1)))
     mask = np.zeros((*indices.shape[:2], entries + 1), bool)
     np.put_along_axis(mask, np.where(indices < 0, entries, indices).astype(np.int64), True, axis=-1)
-    return SelectedMask(mask[..., :entries])
+    return SelectedMask(jnp.asarray(mask[..., :entries]))
 
 
 def as_records(values: dict[str, Any]) -> Records:
@@ -296,3 +325,16 @@ def load_golden() -> Callable[[str], Golden]:
 def settings() -> Callable[..., StepSettings]:
     """`settings(numerics, selection)` of a fresh prefill."""
     return settings_of
+
+
+@pytest.fixture(scope="session")
+def distance() -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Relative L2 distance along the last axis."""
+    return relative
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`point` stands for every named rounding of the oracle."""
+    if "point" in metafunc.fixturenames:
+        points = [(group, point) for group, points in oracle.ROUNDING_POINTS.items() for point in points]
+        metafunc.parametrize(("group", "point"), points)

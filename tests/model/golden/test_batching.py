@@ -1,0 +1,93 @@
+"""Requests of different length in one padded batch: each gets the golden logits of its own list alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from widemesh.model.cache import init_cache
+from widemesh.model.step import Rows, StepContext
+
+INPUTS = ("long", "batch", "short")
+
+
+class Batch:
+    """All golden inputs as the slots of one program, and one idle slot."""
+
+    def __init__(self, golden, settings):
+        self.golden = golden
+        lists = [ids for which in INPUTS for ids in golden.inputs[which]]
+        self.lengths = np.array([*map(len, lists), 0], np.int32)
+        self.tokens = np.zeros((len(self.lengths), golden.length), np.int32)
+        for slot, ids in enumerate(lists):
+            self.tokens[slot, : len(ids)] = ids
+        choice = settings("plain", "indices")
+
+        @jax.jit
+        def program(parameters, rows):
+            model = nnx.merge(golden.graph, parameters)
+            step = StepContext(rows, golden.rope, choice)
+            hidden, cache = model(init_cache(golden.config, len(self.lengths), golden.length), step)
+            return model.logits(hidden, step), cache
+
+        self.program = program
+
+    def run(self, tokens):
+        """Logits of all slots and the caches they leave."""
+        start = jnp.zeros(len(self.lengths), jnp.int32)
+        rows = Rows(tokens, start, self.lengths, self.golden.hash.rows(tokens))
+        return self.program(self.golden.parameters, rows)
+
+
+@functools.cache
+def batch_of(golden, settings):
+    """One program per checkpoint."""
+    return Batch(golden, settings)
+
+
+@pytest.fixture
+def batch(golden, settings):
+    return batch_of(golden, settings)
+
+
+def test_every_slot_is_golden(batch, golden, distance):
+    """The golden logits are those of unpadded lists, run apart."""
+    logits, _ = batch.run(batch.tokens)
+    slot = 0
+    for which in INPUTS:
+        for wanted in golden.wanted("plain", which, "logits"):
+            assert distance(np.asarray(logits[slot, : len(wanted)]), wanted).max() < 2e-5
+            slot += 1
+
+
+def test_padding_is_never_seen(batch, golden):
+    """Other ids in the padding change no valid row and no cache, to the last bit."""
+    padding = np.arange(golden.length) >= batch.lengths[:, None]
+    other = np.where(padding, np.random.default_rng(3).integers(0, golden.config.vocab_size, padding.shape), batch.tokens)
+    (logits, cache), (logits_other, cache_other) = batch.run(batch.tokens), batch.run(other.astype(np.int32))
+    assert np.array_equal(np.asarray(logits)[~padding], np.asarray(logits_other)[~padding])
+    assert not np.array_equal(np.asarray(logits)[padding], np.asarray(logits_other)[padding])
+    for own, same in zip(jax.tree.leaves(cache), jax.tree.leaves(cache_other), strict=True):
+        assert np.array_equal(own, same)
+
+
+def test_idle_slot_writes_nothing(batch):
+    """A slot of length 0 keeps its cache."""
+    _, cache = batch.run(batch.tokens)
+    assert all(not np.any(leaf[-1]) for leaf in jax.tree.leaves(cache))
+    assert all(np.any(leaf[0]) for layer in cache for leaf in jax.tree.leaves(layer.window))
+
+
+@pytest.mark.parametrize("position", [1, 20, 37])
+def test_later_token_changes_nothing_before(batch, golden, distance, position):
+    """To the last bit; from that token on, all logits change. Other slots move by what the order of sums decides."""
+    other = batch.tokens.copy()
+    other[0, position] = (other[0, position] + 1) % golden.config.vocab_size
+    (logits, _), (logits_other, _) = batch.run(batch.tokens), batch.run(other)
+    logits, logits_other = np.asarray(logits), np.asarray(logits_other)
+    same = np.all(logits == logits_other, axis=-1)
+    assert same[0, :position].all() and not same[0, position:].any()
+    assert distance(logits_other[1:], logits[1:]).max() < 2e-5
