@@ -76,11 +76,11 @@ class ForwardModel:
         parameters = read_parameters(config, checkpoint.read, np.arange(config.n_routed_experts))
         return cls(config, parameters, load_engram_hash(config, folder), numerics)
 
-    def logits(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:
+    def logits(self, token_ids: Sequence[int] | np.ndarray, mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:
         """f32 logits of every position. Ids are used as given. Raises TokenError for ids that cannot be run."""
         return self._run(token_ids, mode, "logits")
 
-    def hidden(self, token_ids: Sequence[int], mode: Mode = Mode()) -> Float[np.ndarray, "S D"]:
+    def hidden(self, token_ids: Sequence[int] | np.ndarray, mode: Mode = Mode()) -> Float[np.ndarray, "S D"]:
         """Final normed hidden state of every position."""
         return self._run(token_ids, mode, "hidden")
 
@@ -101,7 +101,7 @@ class ForwardModel:
         return {name: np.asarray(value, np.float32 if value.dtype == jnp.bfloat16 else None)
                 for name, value in values.items()}  # fmt: skip
 
-    def _run(self, token_ids: Sequence[int], mode: Mode, output: Literal["logits", "hidden"]) -> np.ndarray:
+    def _run(self, token_ids: Sequence[int] | np.ndarray, mode: Mode, output: Literal["logits", "hidden"]) -> np.ndarray:
         ids = check_token_ids(token_ids, self.config)
         bucket = max(_SMALLEST_BUCKET, 1 << (len(ids) - 1).bit_length())
         chunk = min(mode.chunk or bucket, bucket)

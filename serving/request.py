@@ -47,8 +47,8 @@ class SamplingParams:
     top_k: int = 0  # 0 = off
     seed: int | None = None  # None: a fresh one for every request
     max_tokens: int | None = None  # None: up to the model's length limit
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the request; the one that did is part of the output
+    ignore_eos: bool = False  # go on after the model's end-of-text ids
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):

@@ -7,6 +7,7 @@ the time), and every program is stored where the other workers of `pytest -n` an
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of one file, and of one golden checkpoint within it, on one worker: they share programs."""
+    """Keep the tests of one file on one worker, and those of a golden checkpoint: they share programs."""
     if config.option.dist != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByProgram(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
-            checkpoint = next((name for name in ("A", "B") if f"[{name}" in test), "")
-            return f"{file}::{checkpoint}"
+            if "model/golden/" not in file:
+                return file
+            return "golden B" if re.search(r"\[B[-\]]", test) else "golden A"
 
-    return ByFile(config, log)
+    return ByProgram(config, log)

@@ -122,10 +122,22 @@ def _command_section(name: str, command: Command) -> str:
     text = f"### {name}\n\n{_summary(cls)}\n"
     if groups:
         links = " and ".join(f"[{group.__name__}](#{group.__name__.lower()})" for group in groups.values())
-        text += f"\nTakes the fields of {links}.\n"
+        text += f"\nTakes the fields of {links}.{_other_defaults(cls, groups)}\n"
     rows = fields_of(cls, skip=frozenset(groups))
     flags = [dataclasses.replace(row, name=_flag(row.name, hints[row.name])) for row in rows]
     return f"{text}\n{_table(flags)}" if flags else text
+
+
+def _other_defaults(cls: type, groups: Mapping[str, type]) -> str:
+    """What the command's own defaults of such fields are, where they differ from those of the fields' class."""
+    changed = [
+        f"`{field.name}` is {_default_text(field, getattr(given.default, field.name))}"
+        for given in dataclasses.fields(cls)
+        if given.name in groups and dataclasses.is_dataclass(given.default)
+        for field in dataclasses.fields(groups[given.name])
+        if getattr(given.default, field.name) != field.default
+    ]
+    return f" Here the default of {' and of '.join(changed)}." if changed else ""
 
 
 def _settings_of(hint: Any) -> type | None:
@@ -176,10 +188,12 @@ def _type_text(hint: Any) -> str:
     return {"str": "text", "Path": "path"}.get(hint.__name__, hint.__name__)
 
 
-def _default_text(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
+def _default_text(field: dataclasses.Field[Any], value: Any = dataclasses.MISSING) -> str:
+    """The field's default, or `value` as a default is written."""
+    if value is dataclasses.MISSING:
+        value = field.default
+        if callable(field.default_factory):
+            value = field.default_factory()
     if value is dataclasses.MISSING:
         return "required"
     if value is None or value == () or value == "":

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from widemesh import __version__
+from widemesh.serving.user_cache import user_cache_folder
 from widemesh.tools.init_tiny import write_tiny
 
 PRESET = "tiny-mesh"
 SEED = 0
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/widemesh`, or `~/.cache/widemesh` where that is unset or not absolute."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "widemesh"
 
 
 def embedded_checkpoint() -> Path:
@@ -26,7 +20,7 @@ def embedded_checkpoint() -> Path:
     It is written under another name and renamed when whole, so an interrupted first use leaves nothing that looks like
     a checkpoint, and of several first uses at a time one wins and all find the same files.
     """
-    folder = cache_folder() / f"{PRESET}-seed{SEED}-{__version__}"
+    folder = user_cache_folder() / f"{PRESET}-seed{SEED}-{__version__}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The k best entries of a row as a mask, by bisection on the bits of the k-th largest score.
 
-For many rows on a CPU: 32 passes of compare and count beat a sort (8 ms for 1024 rows of 1024 in blocks that stay in
+For many rows on a CPU: 32 passes of compare and count beat a sort (4 ms for 1024 rows of 1024 in blocks that stay in
 cache, see `causal`, against 43 ms), and a mask is what the dense attention of that case reads. Same set as
 `select_indices`.
 """
@@ -12,6 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from widemesh.pallas_kernels.select_topk.reference import _positive_zero
+
+_LANES = 128
 
 
 def select_mask(scores: Float[Array, "*T L"], k: int) -> Bool[Array, "*T L"]:
@@ -35,8 +37,14 @@ def _ordered_bits(x: Float[Array, "*T L"]) -> Int32[Array, "*T L"]:
 
 
 def _count(mask: Bool[Array, "*T L"]) -> Float[Array, "*T 1"]:
-    """How many are set, counted in f32: exact below 2^24, and XLA:CPU's float sums are twice as fast as its int ones."""
-    return jnp.sum(jnp.where(mask, 1.0, 0.0), axis=-1, keepdims=True)
+    """How many are set, in f32 (exact below 2^24).
+
+    Wide rows are first added up lane by lane, which fuses with the comparison and vectorises: XLA:CPU sums integers
+    along the minor axis four times slower. The step to f32 keeps it from merging the two sums.
+    """
+    if mask.shape[-1] % _LANES == 0:
+        mask = jnp.sum(mask.reshape(*mask.shape[:-1], -1, _LANES), axis=-2, dtype=jnp.int32)
+    return jnp.sum(mask.astype(jnp.float32), axis=-1, keepdims=True)
 
 
 def _kth_largest(key: Int32[Array, "*T L"], k: int) -> Int32[Array, "*T 1"]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from widemesh.pallas_kernels.row_blocks import fill_row_blocks
 from widemesh.pallas_kernels.select_topk.bisect import select_mask
 
-_BLOCK_ROWS = 128
+_BLOCK_ROWS = 256
 
 
 def select_mask_causal(

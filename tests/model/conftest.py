@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -53,3 +54,9 @@ def context() -> Callable[..., StepContext]:
         return StepContext(step_rows, rope, settings, DictRecorder())
 
     return make
+
+
+@pytest.fixture(scope="session")
+def golden_folder() -> Path:
+    """Folder of the golden checkpoints A and B."""
+    return Path(__file__).parents[1] / "golden"

@@ -47,7 +47,7 @@ def test_activation_groups_of_32_with_a_short_last_one():
     x[0, 39] = 1e4
     found = np.asarray(linear(x, NUMERICS["w8a8"]))[0]
     assert np.array_equal(found[:32], first)
-    assert np.abs(found[32:39]).max() < np.abs(x[0, 32:39]).max()  # these fell to a coarser grid
+    assert not (found[32:39] % 2**-4).any()  # 1e4 needs a scale of 32, whose smallest step is 2^-9
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])

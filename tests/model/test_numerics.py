@@ -31,7 +31,7 @@ def test_settings(name, rounds, activations, caches, dtype):
 
 
 def test_rounding_is_to_the_nearest_even_bfloat16():
-    x = np.array([1.0, 1.00390625, 1.01171875, -1.00390625, 1.0039063, 3e38, 1e-40, 0.0, -0.0], np.float32)
+    x = np.array([1.0, 1.00390625, 1.01171875, -1.00390625, 1.0039064, 3e38, 1e-40, 0.0, -0.0], np.float32)
     wanted = x.astype(jnp.bfloat16).astype(np.float32)
     found = np.asarray(round_bf16(x))
     assert found.dtype == np.float32

@@ -44,17 +44,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "widemesh"
 
 
-def test_the_cache_folder_follows_the_platform(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert embedded.cache_folder() == tmp_path / ".cache" / "widemesh"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert embedded.cache_folder() == tmp_path / ".cache" / "widemesh"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert embedded.cache_folder() == Path("/elsewhere/widemesh")
-
-
 def test_it_is_made_once_even_by_several_at_once(cache, monkeypatch):
     made = []
 

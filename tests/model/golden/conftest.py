@@ -35,7 +35,6 @@ from widemesh.model.step import DictRecorder, Rows, StepContext, StepSettings
 from widemesh.pallas_kernels.sparse_attention import SelectedIndices, SelectedMask, Selection
 
 
-
 def _load(name: str) -> Any:
     """A module beside this file; tests are imported without a path of their own."""
     spec = importlib.util.spec_from_file_location(f"widemesh_test_{name}", Path(__file__).parent / f"{name}.py")

@@ -66,7 +66,8 @@ def test_every_slot_is_golden(batch, golden, distance):
 def test_padding_is_never_seen(batch, golden):
     """Other ids in the padding change no valid row and no cache, to the last bit."""
     padding = np.arange(golden.length) >= batch.lengths[:, None]
-    other = np.where(padding, np.random.default_rng(3).integers(0, golden.config.vocab_size, padding.shape), batch.tokens)
+    noise = np.random.default_rng(3).integers(0, golden.config.vocab_size, padding.shape)
+    other = np.where(padding, noise, batch.tokens)
     (logits, cache), (logits_other, cache_other) = batch.run(batch.tokens), batch.run(other.astype(np.int32))
     assert np.array_equal(np.asarray(logits)[~padding], np.asarray(logits_other)[~padding])
     assert not np.array_equal(np.asarray(logits)[padding], np.asarray(logits_other)[padding])

@@ -46,7 +46,7 @@ class Mutant:
 
     name: str
     layer: int
-    patch: Patch = lambda monkeypatch: None  # noqa: E731
+    patch: Patch = lambda monkeypatch: None
     config: dict[str, Any] = dataclasses.field(default_factory=dict)  # changed fields
     role: dict[str, Any] = dataclasses.field(default_factory=dict)
     rope: Callable[[ModelConfig, int], RopeTables] | None = None

@@ -9,7 +9,6 @@ import functools
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from widemesh.model.numerics import NUMERICS
 

@@ -1,0 +1,119 @@
+"""The configuration: roles of the layers, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from widemesh.model.config import ConfigError, ModelConfig, RopeScaling
+from widemesh.model.presets import PRESETS
+
+TINY = PRESETS["tiny-structure"]
+
+
+def raw(**text):
+    """The released layout of a tiny configuration with some text fields changed (None = left out)."""
+    config = TINY.to_json()
+    config["text_config"] = {k: v for k, v in {**config["text_config"], **text}.items() if v is not None}
+    return config
+
+
+def test_sources_are_the_last_at_or_below():
+    roles = TINY.roles
+    assert [r.kv_source for r in roles] == [None, None, 2, 2, 4, 5, 5, 5, 5]
+    assert [r.index_source for r in roles] == [None, None, 2, 2, 4, 5, 5, 7, 7]
+    assert [r.layer for r in roles if r.owns_kv] == [2, 4, 5]
+    assert [r.layer for r in roles if r.owns_index] == [2, 4, 5, 7]
+    assert [r.layer for r in roles if r.writes_candidates] == [5]
+    assert [r.layer for r in roles if r.reads_candidates] == [7]
+    assert [r.layer for r in roles if r.has_engram] == [1, 4]
+    assert (TINY.replay_cut, TINY.max_ratio, TINY.num_engram_columns) == (5, 2, 6)
+
+
+def test_index_source_before_the_candidates_does_not_read_them(golden_folder):
+    roles = ModelConfig.from_dir(golden_folder / "B").roles
+    assert roles[3].owns_index and not roles[3].owns_kv and not roles[3].reads_candidates
+    assert roles[7].reads_candidates
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_either_key_of_the_rope_type(key):
+    config = ModelConfig.from_json(raw(rope_scaling={key: "yarn", "factor": 8}))
+    assert config.rope_scaling == RopeScaling(factor=8.0)
+
+
+def test_defaults_of_keys_that_released_files_lack():
+    config = ModelConfig.from_json(raw(gate_temp=None, norm_topk_prob=None))
+    assert config.gate_temp == 1.0 and config.norm_topk_prob
+
+
+def test_several_end_tokens():
+    assert ModelConfig.from_json({**raw(), "eos_token_id": [1, 5]}).eos_token_ids == (1, 5)
+    assert ModelConfig.from_json({**raw(), "eos_token_id": 1}).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"hidden_act": "gelu"}, "text_config.hidden_act='gelu' is not supported; only 'silu' is"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' is not supported; only 'yarn' is"),
+        ({"hidden_size": None, "head_dim": None}, "text_config lacks hidden_size, head_dim"),
+        ({"hidden_size": "64"}, "text_config.hidden_size='64' must be of type int"),
+        ({"hidden_size": True}, "hidden_size=True must be of type int"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' must be of type float"),
+        ({"compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1.5, 0, 0]}, r"compress_ratios\[8\]=1.5 must be of type int"),
+    ],
+)
+def test_bad_values_in_the_file(text, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_json(raw(**text))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"o_groups": 3}, "o_groups=3 must divide num_attention_heads=4"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
+        ({"qk_rope_head_dim": 64}, "at most head_dim=32"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be between 1 and n_routed_experts=4"),
+        ({"compress_ratios": (0, 0, 2)}, "compress_ratios has 3 entries; give .* 11"),
+        ({"compress_ratios": (0, 0, 2, 2, 2, 1, 1, 1, -1, 0, 0)}, "must not be negative"),
+        ({"kv_source_layer_ids": (4, 2, 5)}, "must ascend and stay below num_hidden_layers=9"),
+        ({"index_source_layer_ids": (2, 5, 7)}, "must contain every entry of kv_source_layer_ids"),
+        ({"kv_source_layer_ids": (4, 5)}, "layer 2 has compress ratio 2 but no kv source of that ratio"),
+        ({"kv_source_layer_ids": (2, 4)}, "layer 5 has compress ratio 1 but no kv source of that ratio"),
+        ({"index_source_layer_ids": (0, 2, 4, 5, 7)}, "layer 0 has compress ratio 0 and cannot be in index_source"),
+        ({"engram_num_embeddings": (156,)}, "engram_num_embeddings has 1 entries; give one per entry"),
+        ({"engram_layer_ids": (1, 9)}, "engram_layer_ids=.*stay below"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2 is not supported; use 1"),
+    ],
+)
+def test_impossible_combinations(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist; give a checkpoint folder that holds config.json"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object, not list"),
+        ('{"model_type": "llama"}', "model_type='llama' is not supported"),
+        ("{}", "model_type=None is not supported"),
+        ('{"model_type": "deepseek_v41"}', "text_config is missing"),
+    ],
+)
+def test_bad_files(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_round_trip_through_a_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY.to_json()))
+    assert ModelConfig.from_dir(tmp_path) == TINY
