@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from widemesh.model.cache import LayerCache, SourceCache, window_before, write_entries, write_window
+from widemesh.model.cache import LayerCache, SourceCache, window_before, write_entries, write_window, written_entries
 from widemesh.model.compressor import Compressor
 from widemesh.model.config import LayerRole, ModelConfig
 from widemesh.model.indexer import Indexer, Shared
@@ -111,12 +111,13 @@ class Attention(nnx.Module):
     def adopt(self, source: SourceCache, shared: Shared | None, step: StepContext) -> Shared:
         """Shared state with this layer's caches. Candidates keep their values; before any source they allow all."""
         b, s = step.rows.tokens.shape
-        entries = source.entries.shape[1]
+        capacity = source.entries.shape[1]
         candidates = shared.candidates if shared else jnp.zeros((b, s, 0), bool)
         selection = empty_selection(step.settings.selection, b, s)
-        if candidates.shape[-1] != entries:  # of another ratio, hence before the candidate source
-            candidates = jnp.ones((b, s, entries), bool)
-        return Shared(source.entries, source.index_keys, selection, candidates)
+        if candidates.shape[-1] != capacity:  # of another ratio, hence before the candidate source
+            candidates = jnp.ones((b, s, capacity), bool)
+        entries = written_entries(source.entries, step.rows.start + step.rows.length, self.role.ratio)
+        return Shared(entries, source.index_keys, selection, candidates)
 
     def project(self, o: Float[Array, "B S N H"], rope: RopeTable, step: StepContext) -> Float[Array, "B S D"]:
         """Undo the rotation at the query's position, then the grouped low-rank output projection."""
@@ -124,5 +125,5 @@ class Attention(nnx.Module):
         o = num.round(rotate(o, step.rows.positions, rope, inverse=True))
         o = o.reshape(*o.shape[:2], groups, -1)
         wo_a = value(self.wo_a.weight).reshape(groups, self.config.o_lora_rank, -1)
-        latent = jnp.stack([jnp.matmul(o[:, :, g], wo_a[g].T) for g in range(groups)], axis=2)
+        latent = jnp.moveaxis(jnp.einsum("bsgk,gok->gbso", o, wo_a), 0, 2)
         return self.wo_b(num.round(latent).reshape(*o.shape[:2], -1), num)

@@ -70,9 +70,21 @@ def cache_axes(config: ModelConfig) -> Cache:
 
 
 def window_before(ring: Float[Array, "B ring H"], start: Int32[Array, "B"], window: int) -> Float[Array, "B W1 H"]:
-    """The window - 1 rows before `start` in order of position. Rows before position 0 hold whatever was there."""
+    """The window - 1 rows before `start` in order of position; rows before position 0 are zero."""
     position = start[:, None] - (window - 1) + jnp.arange(window - 1)
-    return jnp.take_along_axis(ring, (position % ring.shape[1])[..., None], axis=1)
+    rows = jnp.take_along_axis(ring, (position % ring.shape[1])[..., None], axis=1)
+    return jnp.where((position >= 0)[..., None], rows, 0.0)
+
+
+def written_entries(
+    store: Float[Array, "B L H"], tokens: Int32[Array, "B"], ratio: int
+) -> Float[Array, "B L H"]:
+    """The entries of the first `tokens` tokens, and zeros for what an earlier owner of the slot has left behind them.
+
+    Attention gives unseen entries weight 0, which a NaN would survive.
+    """
+    written = jnp.arange(store.shape[1]) < (tokens // ratio)[:, None]
+    return jnp.where(written[..., None], store, 0.0)
 
 
 def write_window(

@@ -101,7 +101,9 @@ class ForwardModel:
         return {name: np.asarray(value, np.float32 if value.dtype == jnp.bfloat16 else None)
                 for name, value in values.items()}  # fmt: skip
 
-    def _run(self, token_ids: Sequence[int] | np.ndarray, mode: Mode, output: Literal["logits", "hidden"]) -> np.ndarray:
+    def _run(
+        self, token_ids: Sequence[int] | np.ndarray, mode: Mode, output: Literal["logits", "hidden"]
+    ) -> Float[np.ndarray, "S O"]:
         ids = check_token_ids(token_ids, self.config)
         bucket = max(_SMALLEST_BUCKET, 1 << (len(ids) - 1).bit_length())
         chunk = min(mode.chunk or bucket, bucket)

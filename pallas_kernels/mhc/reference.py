@@ -5,6 +5,9 @@ Formulas: docs/model.md, "Single-pass mHC". T rows, C streams, D hidden. All ari
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,7 +46,8 @@ def sinkhorn(logits: Float[Array, "*T C C"], *, iterations: int, eps: float) -> 
     """
     *rows, c, _ = logits.shape
     comb = jnp.moveaxis(logits.reshape(-1, c, c), 0, -1)  # [input, output, T]
-    comb = jax.nn.softmax(comb, axis=1) + eps
+    comb = jnp.exp(comb - _across(jnp.maximum, comb, 1))
+    comb = comb / _across(jnp.add, comb, 1) + eps
     comb = _normalise(comb, 0, eps)
 
     def both(_: int, comb: Float[Array, "C C T"]) -> Float[Array, "C C T"]:
@@ -54,7 +58,12 @@ def sinkhorn(logits: Float[Array, "*T C C"], *, iterations: int, eps: float) -> 
 
 
 def _normalise(comb: Float[Array, "C C T"], axis: int, eps: float) -> Float[Array, "C C T"]:
-    return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
+    return comb / (_across(jnp.add, comb, axis) + eps)
+
+
+def _across(combine: Callable[[Array, Array], Array], x: Float[Array, "C C T"], axis: int) -> Float[Array, "..."]:
+    """Reduce the few values of an axis one after the other: unlike a reduction it fuses with what follows."""
+    return functools.reduce(combine, (lax.slice_in_dim(x, i, i + 1, axis=axis) for i in range(x.shape[axis])))
 
 
 def collapse(streams: Float[Array, "*T C D"], pre: Float[Array, "*T C"]) -> Float[Array, "*T D"]:

@@ -1,10 +1,16 @@
 """Running token lists: modes, buckets, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from widemesh.model.forward import Mode, TokenError, check_token_ids
+from widemesh.model.engram_hash import EngramHash
+from widemesh.model.forward import ForwardModel, Mode, TokenError, check_token_ids
+from widemesh.model.loading import read_parameters
+from widemesh.model.numerics import NUMERICS
 from widemesh.model.presets import PRESETS
+from widemesh.model.random_weights import random_tensors
 
 
 def ids_of(model, length, seed=0):
@@ -17,11 +23,17 @@ def errors(found, wanted):
     return np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
-# In tiny-structure 13 tokens exceed the window, the top-k and the candidates; in tiny-mesh 45 do.
+# 13 tokens exceed the window, the top-k and the candidates of tiny-structure; 45 do in tiny-mesh.
 @pytest.mark.parametrize(
-    ("name", "lengths"), [("tiny-structure", (1, 2, 3, 13)), ("tiny-mesh", (33, 45))], ids=lambda x: str(x)
+    ("name", "lengths", "mode"),
+    [
+        ("tiny-structure", (1, 2, 3, 13), "incremental"),
+        ("tiny-structure", (1, 2, 3, 13), "chunked:3"),
+        ("tiny-structure", (1, 2, 3, 13), "chunked:7"),
+        ("tiny-mesh", (33, 45), "chunked:3"),
+    ],
+    ids=lambda x: str(x),
 )
-@pytest.mark.parametrize("mode", ["incremental", "chunked:3", "chunked:7"])
 def test_chunks_equal_one_forward(preset, name, lengths, mode):
     model = preset(name)
     for length in lengths:
@@ -44,13 +56,21 @@ def test_chunk_longer_than_the_list(preset):
     assert np.array_equal(model.logits(ids, Mode(chunk=500)), model.logits(ids))
 
 
-def test_logits_are_the_head_of_the_hidden_states(preset):
-    model = preset("tiny-structure")
+def test_logits_are_the_head_of_the_hidden_states():
+    """On a single window-only layer, which compiles at once."""
+    config = dataclasses.replace(
+        PRESETS["tiny-structure"], num_hidden_layers=1, num_nextn_predict_layers=0, compress_ratios=(0,),
+        kv_source_layer_ids=(), index_source_layer_ids=(), candidate_source_layer_id=-1, engram_layer_ids=(),
+        engram_num_embeddings=(), dspark_target_layer_ids=(),
+    )  # fmt: skip
+    tensors = dict(random_tensors(config, 0))
+    parameters = read_parameters(config, tensors.__getitem__, np.arange(config.n_routed_experts))
+    hash_ = EngramHash.build(config, np.zeros(config.vocab_size, np.int32))
+    model = ForwardModel(config, parameters, hash_, NUMERICS["plain"])
     ids = ids_of(model, 5)
     hidden = model.hidden(ids)
-    assert hidden.shape == (5, model.config.hidden_size)
-    head = np.asarray(model.parameters["head"]["weight"].get_value())
-    assert errors(hidden @ head.T, model.logits(ids)).max() < 1e-6
+    assert hidden.shape == (5, config.hidden_size)
+    assert errors(hidden @ tensors["head.weight"].T, model.logits(ids)).max() < 1e-6
 
 
 def test_lists_do_not_touch_each_other(preset):

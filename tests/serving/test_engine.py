@@ -304,6 +304,14 @@ def test_close_ends_streams_and_is_idempotent(engine_config: EngineConfig) -> No
         engine.generate(prompt(3), GREEDY)
 
 
+def test_what_an_earlier_request_left_behind_is_never_read(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    """Every slot of both meshes full of NaN: requests of all lengths give the same tokens as ever."""
+    for state in (engine.device._prefill, engine.device._decode):
+        state.cache = jax.tree.map(lambda a: jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding), state.cache)
+    for length, done in zip(LENGTHS, engine.generate([prompt(length) for length in LENGTHS], GREEDY), strict=True):
+        np.testing.assert_array_equal(done.token_ids, alone[length], err_msg=f"prompt of {length}")
+
+
 def test_a_defect_ends_requests_with_an_error(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits for ever on a broken engine."""
     with Engine(engine_config) as engine:

@@ -1,7 +1,5 @@
 """Requests of different length in one padded batch: each gets the golden logits of its own list alone."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,15 +40,16 @@ class Batch:
         return self.program(self.golden.parameters, rows)
 
 
-@functools.cache
-def batch_of(golden, settings):
-    """One program per checkpoint."""
-    return Batch(golden, settings)
+@pytest.fixture(scope="module")
+def golden(load_golden):
+    """One checkpoint is enough: batching knows nothing of the layers."""
+    return load_golden("A")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def batch(golden, settings):
-    return batch_of(golden, settings)
+    """One program for all tests."""
+    return Batch(golden, settings)
 
 
 def test_every_slot_is_golden(batch, golden, distance):
