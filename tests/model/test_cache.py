@@ -15,6 +15,7 @@ from widemesh.model.cache import (
     window_before,
     write_entries,
     write_window,
+    written_entries,
 )
 from widemesh.model.presets import PRESETS
 from widemesh.sharding import partition_spec
@@ -34,15 +35,16 @@ def test_ring_holds_the_window_and_the_row_being_written(name):
 @settings(deadline=None, max_examples=50)
 @given(lengths=st.lists(st.tuples(st.integers(0, CHUNK), st.integers(0, CHUNK)), min_size=1, max_size=8))
 def test_ring_gives_back_the_rows_before(lengths):
-    """Two slots fed chunks of any valid length: the window before each chunk is the last WINDOW - 1 rows written."""
-    ring = jnp.full((2, RING, 1), -1.0)
+    """Two slots fed chunks of any valid length: the window before each chunk is the last WINDOW - 1 rows written, and
+    zeros before position 0, whatever an earlier request left there."""
+    ring = jnp.full((2, RING, 1), jnp.nan)
     start = np.zeros(2, np.int32)
     for chunk in lengths:
         length = np.array(chunk, np.int32)
         found = np.asarray(before(ring, start, WINDOW))[:, :, 0]
         positions = start[:, None] - (WINDOW - 1) + np.arange(WINDOW - 1)
-        wanted = positions + 100.0 * np.arange(2)[:, None]
-        assert np.array_equal(found[positions >= 0], wanted[positions >= 0])
+        wanted = np.where(positions >= 0, positions + 100.0 * np.arange(2)[:, None], 0.0)
+        assert np.array_equal(found, wanted)
         rows = start[:, None] + np.arange(CHUNK) + 100.0 * np.arange(2)[:, None]
         ring = write(ring, rows[:, :, None].astype(np.float32), start, length)
         start = start + length
@@ -70,6 +72,12 @@ def test_write_entries_drops_the_invalid_and_the_far():
     valid = np.array([[True, False, True], [True, True, True]])
     found = np.asarray(write_entries(store, new, index, valid))[:, :, 0]
     assert found.tolist() == [[1, 0, 3, 0], [0, 0, 4, 5]]
+
+
+def test_entries_past_the_tokens_so_far_are_zero():
+    """Three tokens of ratio 2 make one entry."""
+    found = np.asarray(written_entries(jnp.full((3, 3, 1), jnp.nan).at[:, 0].set(1.0), np.array([0, 3, 2]), 2))
+    assert found[:, :, 0].tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize("name", ["tiny-structure", "tiny-geometry", "tiny-mesh"])

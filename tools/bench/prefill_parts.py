@@ -99,11 +99,14 @@ class Parts:
         config, tokens = self.model.config, self._tokens
         entries = tokens // ratio if ratio else 0
         scores = self._visible(self._draw(1, tokens, entries), ratio or 1)
-        attend = jax.jit(
-            lambda q, near, entries, mask, sink: sparse_attention(
+
+        @jax.jit
+        def attend(q: Array, near: Array, entries: Array, mask: Array, sink: Array) -> Array:
+            return sparse_attention(
                 q, near, self.rows.start, entries, SelectedMask(mask), sink, window=config.sliding_window, ratio=ratio,
-                start_bound=self.settings.start_bound)  # fmt: skip
-        )
+                start_bound=self.settings.start_bound,
+            )  # fmt: skip
+
         return self._time(
             attend, self._draw(1, tokens, config.num_attention_heads, config.head_dim),
             self._draw(1, tokens + config.sliding_window - 1, config.head_dim), self._draw(1, entries, config.head_dim),
@@ -117,16 +120,19 @@ class Parts:
         queries, keys = self._draw(1, tokens, heads, dim), self._draw(1, tokens // ratio, dim)
         if quant:
             queries, keys = fake_quant_mxfp4(queries), fake_quant_mxfp4(keys)
-        score = jax.jit(
-            lambda queries, weights, keys: indexer_scores(
-                queries, weights, keys, ratio=ratio, start_bound=self.settings.start_bound, bf16_operands=quant)
-        )  # fmt: skip
+
+        @jax.jit
+        def score(queries: Array, weights: Array, keys: Array) -> Array:
+            return indexer_scores(queries, weights, keys, ratio=ratio, start_bound=self.settings.start_bound,
+                                  bf16_operands=quant)  # fmt: skip
+
         return self._time(score, queries, self._draw(1, tokens, heads), keys)
 
     def _select(self, kind: tuple[int, bool]) -> float:
         (ratio, candidates), config = kind, self.model.config
         scores = self._visible(self._draw(1, self._tokens, self._tokens // ratio), ratio)
 
+        @jax.jit
         def select(scores: Array) -> tuple[Array, ...]:
             mask = select_mask_causal(scores, config.index_topk, ratio=ratio, start_bound=self.settings.start_bound)
             if not candidates:
@@ -136,7 +142,7 @@ class Parts:
                 scores, count, block=config.candidate_block_size, top_blocks=config.candidate_topk_blocks
             )
 
-        return self._time(jax.jit(select), scores)
+        return self._time(select, scores)
 
     def _visible(self, scores: Float[Array, "B S L"], ratio: int) -> Float[Array, "B S L"]:
         visible = visible_entries(self.rows.start, self._tokens, scores.shape[2], ratio)

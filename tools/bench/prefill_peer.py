@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from widemesh.model.config import ConfigError, ModelConfig
+from widemesh.tools.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from widemesh.model.forward import ForwardModel
@@ -43,7 +44,7 @@ class PrefillPeer:
     threads: int = 2  # processor cores to run on, for the peer too
     seed: int = 0  # of weights and prompt
     peer_python: Path | None = None  # interpreter that runs the peer
-    peer_script: Path | None = None  # called with DIR --tokens --repeat --threads; its last line is JSON with tokens_per_s
+    peer_script: Path | None = None  # takes DIR --tokens --repeat --threads, prints tokens_per_s in a last line of JSON
 
     def __post_init__(self) -> None:
         for name in ("tokens", "repeat", "rounds", "threads"):
@@ -55,7 +56,7 @@ class PrefillPeer:
             raise ConfigError("peer_python and peer_script belong together; give both or neither")
 
     def run(self) -> None:
-        self._pin()
+        self._prepare_process()
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         config = ModelConfig.from_dir(self.folder)
         console = Console()
@@ -108,12 +109,13 @@ class PrefillPeer:
             figures |= {"peer_tokens_per_s": theirs, "ratio": round(self.tokens / seconds / theirs, 2)}
         print(json.dumps(figures), flush=True)
 
-    def _pin(self) -> None:
+    def _prepare_process(self) -> None:
         """Before JAX starts: the size of its thread pool is the number of cores it may run on."""
         cores = sorted(os.sched_getaffinity(0))
         if self.threads > len(cores):
             raise ConfigError(f"threads={self.threads} but {len(cores)} cores are there; use {len(cores)} or fewer")
         os.sched_setaffinity(0, cores[: self.threads])
+        keep_freed_memory()
 
     def _model(self, config: ModelConfig) -> ForwardModel:
         import numpy as np
@@ -136,13 +138,15 @@ class PrefillPeer:
         return ForwardModel(config, parameters, load_engram_hash(config, self.folder), numerics_named("kvq"))
 
     def _parts(self, model: ForwardModel, prompt: Any) -> dict[str, float]:
+        import jax.numpy as jnp
         import numpy as np
 
         from widemesh.model.step import Rows, StepSettings
         from widemesh.tools.bench.prefill_parts import Parts
 
-        rows = Rows(prompt[None].astype(np.int32), np.zeros(1, np.int32), np.array([self.tokens], np.int32),
-                    model.engram_hash.rows(prompt[None]))  # fmt: skip
+        ids = prompt[None].astype(np.int32)
+        rows = Rows(jnp.asarray(ids), jnp.zeros(1, jnp.int32), jnp.array([self.tokens], jnp.int32),
+                    jnp.asarray(model.engram_hash.rows(ids)))  # fmt: skip
         settings = StepSettings(numerics=model.numerics, selection="mask", start_bound=0)
         return Parts(model=model, rows=rows, settings=settings, repeat=self.repeat).seconds()
 
