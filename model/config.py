@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,25 @@ class ModelConfig:
 
         for name in ("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "n_routed_experts", "sliding_window",
-                     "hc_mult", "hc_sinkhorn_iters"):
+                     "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "index_n_heads", "index_head_dim",
+                     "index_topk", "candidate_topk_blocks", "candidate_block_size"):
             need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1; correct config.json")
+        yarn = self.rope_scaling
+        for name, number in (
+            ("gate_temp", self.gate_temp), ("swiglu_limit", self.swiglu_limit),
+            ("rope_scaling.factor", yarn.factor), ("rope_scaling.beta_fast", yarn.beta_fast),
+            ("rope_scaling.beta_slow", yarn.beta_slow),
+            ("rope_scaling.original_max_position_embeddings", yarn.original_max_position_embeddings),
+        ):  # fmt: skip
+            need(0 < number < math.inf, f"{name}={number} must be a positive number; correct config.json")
+        for name in ("rope_theta", "compress_rope_theta"):
+            need(1 < getattr(self, name) < math.inf,
+                 f"{name}={getattr(self, name)} must be a number above 1; correct config.json")
+        for name in ("rms_norm_eps", "hc_eps"):
+            need(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be small and not negative")
+        need(self.image_token_id < self.vocab_size and all(0 <= i < self.vocab_size for i in self.eos_token_ids),
+             f"eos_token_id={list(self.eos_token_ids)} and image_token_id={self.image_token_id} must be below "
+             f"vocab_size={self.vocab_size}; correct config.json")
         need(self.n_shared_experts == 1, f"n_shared_experts={self.n_shared_experts} is not supported; use 1")
         need(self.num_attention_heads % self.o_groups == 0,
              f"o_groups={self.o_groups} must divide num_attention_heads={self.num_attention_heads}")
@@ -134,6 +152,12 @@ class ModelConfig:
         need(set(self.kv_source_layer_ids) <= set(self.index_source_layer_ids),
              f"index_source_layer_ids={list(self.index_source_layer_ids)} must contain every entry of "
              f"kv_source_layer_ids={list(self.kv_source_layer_ids)}")
+        need(self.candidate_source_layer_id < 0 or self.candidate_source_layer_id in self.index_source_layer_ids,
+             f"candidate_source_layer_id={self.candidate_source_layer_id} must be one of index_source_layer_ids="
+             f"{list(self.index_source_layer_ids)}, or -1 for none; correct config.json")
+        need(self.candidate_source_layer_id < 0 or self.candidate_source_layer_id >= self.replay_cut,
+             f"candidate_source_layer_id={self.candidate_source_layer_id} must not come before the last of "
+             f"kv_source_layer_ids={list(self.kv_source_layer_ids)}: candidates are entries of that layer")
         for layer in range(layers):
             source = _last_at_most(self.kv_source_layer_ids, layer)
             if ratios[layer] == 0:
@@ -147,6 +171,10 @@ class ModelConfig:
              f"engram_num_embeddings has {len(self.engram_num_embeddings)} entries; give one per entry of "
              f"engram_layer_ids={list(self.engram_layer_ids)}")
         if self.engram_layer_ids:
+            columns = max(1, self.num_engram_columns)
+            need(0 < self.engram_vocab_size <= max(self.engram_num_embeddings) // columns + 1,
+                 f"engram_vocab_size={self.engram_vocab_size} does not fit engram_num_embeddings="
+                 f"{list(self.engram_num_embeddings)}, sums of {columns} primes above it; correct config.json")
             need(self.engram_compressed_vocab_size >= 1,
                  f"engram_compressed_vocab_size={self.engram_compressed_vocab_size} must be the size of the "
                  "tokenizer's compressed map")
@@ -181,7 +209,7 @@ class ModelConfig:
 
     @property
     def max_ratio(self) -> int:
-        """The largest compress ratio, the unit that chunk and page sizes must divide into."""
+        """The largest compress ratio: tokens per group, in whole numbers of which state is allocated."""
         return max((r for r in self.compress_ratios), default=1) or 1
 
     @property

@@ -27,7 +27,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_devices", "decode_devices"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; use 1 or more")
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must not be negative; use 0 or more, or leave it out")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} must be at least 2: a prompt token and an output")
         if self.max_num_seqs % self.decode_devices:

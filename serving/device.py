@@ -65,6 +65,7 @@ class _MeshState:
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, slots: int, max_len: int):
         model = checkpoint.config
+        _log.info("reading the weights for %d devices", mesh.devices.size)
         graph, _ = split_model(model)
         owner = initial_slot_owner(model.n_routed_experts, mesh.devices.size)
         self.programs = Programs(
@@ -83,7 +84,7 @@ class DeviceEngine:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, engram_hash: EngramHash, meshes: MeshPair):
         self.config, self.model_config, self.engram_hash = config, checkpoint.config, engram_hash
-        # Entries and chunks end on whole groups.
+        # Room for whole groups of tokens.
         ratio = self.model_config.max_ratio
         self.max_len = -(-config.max_model_len // ratio) * ratio
         self._prefill = _MeshState(checkpoint, config, meshes.prefill, config.prefill_devices, self.max_len)

@@ -76,7 +76,7 @@ class Engine:
         self.device = DeviceEngine(config, checkpoint, engram_hash, self.meshes)
         self.device.warm_up()
         self._seeds = np.random.default_rng(config.seed)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage collection may drop a stream, and so abort, while it is held
         self._in_flight: dict[str, Request] = {}
         self._loop = EngineLoop(config, self.device, self._forget)
 
@@ -177,7 +177,8 @@ class Engine:
         ids = self._prompt_ids(prompt)
         for token in sampling.stop_token_ids:
             if token >= self.model_config.vocab_size:
-                raise RequestError("stop_token_ids", token, f"must be below {self.model_config.vocab_size}")
+                raise RequestError("stop_token_ids", token,
+                                   f"must be below {self.model_config.vocab_size}; use ids of the vocabulary")
         room = self.config.max_model_len - len(ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         seed = sampling.seed if sampling.seed is not None else int(self._draw_seed())
@@ -203,6 +204,8 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> Int32[np.ndarray, "N"]:
         """Token ids of a prompt, as one array that nobody else writes to."""
         if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("prompt", prompt, "is empty; give at least one character")
             prompt = encode_prompt(self.tokenizer, prompt, self._tokenizer_config)
         ids = np.array(prompt)
         vocab, limit, image = self.model_config.vocab_size, self.config.max_model_len, self.model_config.image_token_id

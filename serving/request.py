@@ -52,11 +52,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise RequestError("temperature", self.temperature, "must be between 0 and 100")
+            raise RequestError("temperature", self.temperature, "must be between 0 and 100; use 0 for greedy decoding")
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise RequestError("top_p", self.top_p, "must be above 0 and at most 1; use 1 to switch it off")
         if not 0 <= self.top_k <= MAX_SEED:
-            raise RequestError("top_k", self.top_k, "must be 0 (off) or a positive count of tokens")
+            raise RequestError("top_k", self.top_k, "must be a positive count of tokens; use 0 to switch it off")
         if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
             raise RequestError("seed", self.seed, "must fit a signed 32-bit integer")
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -49,7 +49,7 @@ def make_meshes(prefill_devices: int, decode_devices: int) -> MeshPair:
     wanted = prefill_devices + decode_devices
     if len(devices) < wanted:
         remedy = (
-            f"set XLA_FLAGS={_FLAG}={wanted} before JAX is first used (it has already started with {len(devices)})"
+            f"set XLA_FLAGS={_FLAG}={wanted} before JAX is first used (it has started with {len(devices)})"
             if devices[0].platform == "cpu"
             else "use fewer prefill_devices or decode_devices"
         )

@@ -1,4 +1,4 @@
-"""`widemesh demo`: the whole road on one machine. small model, two meshes, gRPC server, several clients, a table."""
+"""`widemesh demo`: the whole road on one machine: small model, two meshes, gRPC server, several clients, a table."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Demo:
         from widemesh.serving.engine import Engine  # imports jax
 
         config = EngineConfig(
-            model=str(folder), served_model_name="tiny-mesh", max_model_len=512, max_num_seqs=8,
+            model=str(folder), served_model_name="tiny-mesh", max_num_seqs=8,  # as `serve`, which then compiles nothing
             prefill_devices=PREFILL_DEVICES, decode_devices=DECODE_DEVICES,
         )
         with Engine(config) as engine:

@@ -17,7 +17,7 @@ from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.client import Client, ServerError
 from widemesh.serving.request import SamplingParams
-from widemesh.tools.settings import parse_with_file
+from widemesh.tools.settings import check_output, parse_with_file
 
 _DEFAULT_SAMPLING = SamplingParams(max_tokens=256)
 
@@ -87,6 +87,7 @@ class Generate:
 
         from widemesh.tools.batch_decode import decode_file, read_lines
 
+        check_output(out)
         lines = read_lines(file)
         scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         console = Console(stderr=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from widemesh.model.config import ConfigError
+from widemesh.tools.settings import check_output
 
 NumericsName = Literal["plain", "kvq", "w8a8", "reference"]
 
@@ -30,6 +31,7 @@ class Logits:
     mode: str = "full"  # full, incremental (one id at a time) or chunked:N (N ids at a time)
 
     def run(self) -> None:
+        check_output(self.out)
         lists = self._read_lists()
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         from rich.console import Console
@@ -40,8 +42,6 @@ class Logits:
         from widemesh.model.numerics import numerics_named
 
         mode = Mode.parse(self.mode)
-        if not self.out.parent.is_dir():
-            raise ConfigError(f"out={str(self.out)!r}: its folder does not exist; make it first")
         model = ForwardModel.load(self.folder, numerics_named(self.numerics))
         for number, ids in enumerate(lists):
             check_token_ids(ids, model.config, f"tokens[{number}]")

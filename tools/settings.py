@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,16 @@ def parse_with_file[T: _HasEngine](
     if model is not None and not parsed.engine.model:
         parsed = dataclasses.replace(parsed, engine=dataclasses.replace(parsed.engine, model=str(model)))  # type: ignore[type-var]
     return parsed
+
+
+def check_output(out: Path) -> None:
+    """Refuse an output file that could not be written in the end. Raises ConfigError; called before the work."""
+    if out.is_dir():
+        raise ConfigError(f"out={str(out)!r} is a folder; name a file in it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"out={str(out)!r}: its folder does not exist; make it first")
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"out={str(out)!r}: its folder cannot be written to; name a file elsewhere")
 
 
 def find_config(args: Sequence[str]) -> Path | None:

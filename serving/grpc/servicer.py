@@ -241,11 +241,6 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             await _abort(context, grpc.StatusCode.UNAVAILABLE, problem)
         return self._engine
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a request sent now would be taken."""
-        return not self._problem()
-
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:
     await context.abort(code, detail[:MAX_DETAIL_CHARS])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -117,3 +118,25 @@ def test_bad_files(tmp_path, content, message):
 def test_round_trip_through_a_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY.to_json()))
     assert ModelConfig.from_dir(tmp_path) == TINY
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"index_topk": 0}, "index_topk=0 must be at least 1"),
+        ({"candidate_block_size": 0}, "candidate_block_size=0 must be at least 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
+        ({"gate_temp": 0.0}, "gate_temp=0.0 must be a positive number"),
+        ({"rope_theta": 1.0}, "rope_theta=1.0 must be a number above 1"),
+        ({"rope_scaling": RopeScaling(original_max_position_embeddings=0)}, "original_max_position_embeddings=0 must be"),
+        ({"rope_scaling": RopeScaling(beta_fast=0.0)}, "rope_scaling.beta_fast=0.0 must be a positive number"),
+        ({"engram_vocab_size": 10**17}, "engram_vocab_size=100000000000000000 does not fit engram_num_embeddings"),
+        ({"candidate_source_layer_id": 3}, "candidate_source_layer_id=3 must be one of index_source_layer_ids"),
+        ({"candidate_source_layer_id": 2}, "candidate_source_layer_id=2 must not come before the last of kv_source"),
+        ({"eos_token_ids": (128,)}, "eos_token_id=[128] and image_token_id=126 must be below vocab_size=128"),
+    ],
+)
+def test_values_that_would_only_fail_later(changed: dict, words: str) -> None:
+    """No shape depends on these, so nothing else would notice before the arithmetic does, if ever."""
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        dataclasses.replace(PRESETS["tiny-structure"], **changed)
