@@ -128,7 +128,7 @@ def test_round_trip_through_a_file(tmp_path):
         ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
         ({"gate_temp": 0.0}, "gate_temp=0.0 must be a positive number"),
         ({"rope_theta": 1.0}, "rope_theta=1.0 must be a number above 1"),
-        ({"rope_scaling": RopeScaling(original_max_position_embeddings=0)}, "original_max_position_embeddings=0 must be"),
+        ({"rope_scaling": RopeScaling(original_max_position_embeddings=0)}, "original_max_position_embeddings=0 must"),
         ({"rope_scaling": RopeScaling(beta_fast=0.0)}, "rope_scaling.beta_fast=0.0 must be a positive number"),
         ({"engram_vocab_size": 10**17}, "engram_vocab_size=100000000000000000 does not fit engram_num_embeddings"),
         ({"candidate_source_layer_id": 3}, "candidate_source_layer_id=3 must be one of index_source_layer_ids"),
