@@ -112,5 +112,5 @@ def test_spellings_of_a_word_share_a_compressed_id():
 def test_impossible_sizes_are_refused():
     with pytest.raises(ConfigError, match=r"engram_compressed_vocab_size=20 cannot be reached .* from 37 to 128"):
         tiny_tokenizer(dataclasses.replace(PRESETS["tiny-structure"], engram_compressed_vocab_size=20))
-    with pytest.raises(ConfigError, match=r"'<｜deepseek_image｜>': 128.* below vocab_size=128"):
-        tiny_tokenizer(dataclasses.replace(PRESETS["tiny-structure"], image_token_id=128))
+    with pytest.raises(ConfigError, match=r"'<pad>': 128.* below vocab_size=128"):
+        tiny_tokenizer(dataclasses.replace(PRESETS["tiny-structure"], pad_token_id=128))

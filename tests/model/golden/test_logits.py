@@ -59,10 +59,11 @@ def test_plain_prefix(golden, settings, distance, length):
     assert distance(found["logits"], golden.outputs["plain"]["logits"][:, :length]).max() < 2e-5
 
 
-# --- with roundings: a value next to a rounding boundary may fall to the other side and move later tokens -------------
+# --- with roundings --------------------------------------------------------------------------------------------------
+# A value next to a rounding boundary may fall to the other side and move later tokens. Which one does depends on the
+# order of sums, hence on the machine: one of the three inputs may hold such a value early.
 
-
-# Which value that is depends on the order of sums, hence on the machine: one of the three inputs may hold it early.
+FLIPPED = 0.15  # of the median; wrong arithmetic moves it by 0.3 and more
 
 
 def test_kvq_logits(golden, run, distance):
@@ -71,7 +72,7 @@ def test_kvq_logits(golden, run, distance):
         found = np.concatenate([r["logits"] for r in run("kvq", which)])
         errors = distance(found, golden.wanted("kvq", which, "logits"))
         good.append(np.median(errors) < 1e-5 and np.mean(errors < 1e-4) >= 0.95)
-        assert np.median(errors) < 5e-2  # wrong arithmetic moves it by 0.3 and more
+        assert np.median(errors) < FLIPPED
     assert sum(good) >= 2
 
 
@@ -85,7 +86,7 @@ def test_w8a8_logits(golden, run, distance):
         found = np.concatenate([r["logits"] for r in run("w8a8", which)])
         errors = distance(found, golden.wanted("w8a8", which, "logits"))
         good.append(np.median(errors) < limit)
-        assert np.median(errors) < 5e-2  # wrong arithmetic moves it by 0.4 and more
+        assert np.median(errors) < FLIPPED
     assert sum(good) >= 2
 
 
