@@ -96,7 +96,7 @@ def test_the_output_appears_whole_or_not_at_all(byte_folder, tmp_path, fake_engi
     assert main([*args, "/no/such"]) == 2
     assert out.read_text() == "old" and sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     assert main(["generate", "--file", str(file), "--model", "x", "--out", str(tmp_path / "no" / "out")]) == 2
-    assert "No such file or directory" in capsys.readouterr().err and len(made.engines) == 0
+    assert "its folder does not exist; make it first" in capsys.readouterr().err and len(made.engines) == 0
     assert main([*args, str(byte_folder), "--max-tokens", "2"]) == 0
     assert json.loads(out.read_text())["finish_reason"] == "length"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
