@@ -63,12 +63,6 @@ def init_cache(config: ModelConfig, slots: int, max_len: int) -> Cache:
     return tuple(layers)
 
 
-def cache_axes(config: ModelConfig) -> Cache:
-    """Logical axes of every array of the cache, in the cache's own structure (a tuple of names per leaf)."""
-    shapes = jax.eval_shape(lambda: init_cache(config, 1, config.max_ratio))
-    return jax.tree.map(lambda leaf: ("slot", *[None] * (leaf.ndim - 1)), shapes)
-
-
 def window_before(ring: Float[Array, "B ring H"], start: Int32[Array, "B"], window: int) -> Float[Array, "B W1 H"]:
     """The window - 1 rows before `start` in order of position; rows before position 0 are zero."""
     position = start[:, None] - (window - 1) + jnp.arange(window - 1)

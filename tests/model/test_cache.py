@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from widemesh.model.cache import (
     RING_MULTIPLE,
-    cache_axes,
     init_cache,
     ring_rows,
     window_before,
@@ -18,7 +17,6 @@ from widemesh.model.cache import (
     written_entries,
 )
 from widemesh.model.presets import PRESETS
-from widemesh.sharding import partition_spec
 
 WINDOW, RING, CHUNK = 6, 8, 5
 write = jax.jit(write_window)
@@ -92,12 +90,3 @@ def test_structure_follows_the_roles(name):
             assert source.index_keys.shape == (3, 50 // role.ratio, config.index_head_dim)
             assert source.pending.shape == (3, role.ratio - 1, 2, config.head_dim)
     assert all(leaf.dtype == jnp.float32 and not leaf.any() for leaf in jax.tree.leaves(cache))
-
-
-def test_axes_name_the_slots_first():
-    config = PRESETS["tiny-mesh"]
-    cache, axes = init_cache(config, 1, 8), cache_axes(config)
-    names = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("slot",))
-    assert [len(n) for n in names] == [leaf.ndim for leaf in jax.tree.leaves(cache)]
-    assert {n[0] for n in names} == {"slot"} and {x for n in names for x in n[1:]} == {None}
-    assert partition_spec(names[0])[0] == "ep"
