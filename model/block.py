@@ -45,17 +45,45 @@ class Block(nnx.Module):
         streams: Float[Array, "B S C D"],
         pre: Float[Array, "B S C"],
         cache: LayerCache,
-        shared: Shared | None,
+        shared: Shared,
         step: StepContext,
-    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"], LayerCache, Shared | None]:
+    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"], LayerCache, Shared]:
         """New streams, the pre-mix for the next layer, the layer's new state, and what later layers read."""
-        num = step.numerics
+        streams, near, cache, shared = self.write(streams, pre, cache, shared, step)
+        streams, pre, shared = self.finish(streams, pre, near, shared, step)
+        return streams, pre, cache, shared
+
+    def write(
+        self,
+        streams: Float[Array, "B S C D"],
+        pre: Float[Array, "B S C"],
+        cache: LayerCache,
+        shared: Shared,
+        step: StepContext,
+    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B WS H"], LayerCache, Shared]:
+        """What a layer keeps of its rows: Engram, then the keys of its attention (`Attention.write`).
+
+        Returns the streams after Engram, the window rows, the layer's new state and the shared state.
+        """
         if self.role.has_engram:
             streams = self.engram(streams, step.at("engram"))
+        x = self.attention_input(streams, pre, step)
+        step.record("attn.input", x)
+        near, cache, shared = self.attn.write(x, cache, shared, step.at("attn"))
+        return streams, near, cache, shared
 
+    def finish(
+        self,
+        streams: Float[Array, "B S C D"],
+        pre: Float[Array, "B S C"],
+        near: Float[Array, "B WS H"],
+        shared: Shared,
+        step: StepContext,
+    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"], Shared]:
+        """The rest of the layer for rows that `write` has been through; all of them, or the newest ones."""
+        num = step.numerics
         pre_attn, post, comb = self.site("attn", streams, step)
-        x = self.attn_norm(num.round(mhc.collapse(streams, pre)), num)
-        out, cache, shared = self.attn(x, cache, shared, step.at("attn"))
+        out, shared = self.attn.attend(self.attention_input(streams, pre, step), near, shared, step.at("attn"))
         streams = num.store(mhc.expand(out, streams, post, comb))
 
         pre_ffn, post, comb = self.site("ffn", streams, step)
@@ -63,7 +91,13 @@ class Block(nnx.Module):
         out = self.ffn(x, step.at("ffn"))
         streams = num.store(mhc.expand(out, streams, post, comb))
         step.record("streams_out", streams)
-        return streams, pre_ffn, cache, shared
+        return streams, pre_ffn, shared
+
+    def attention_input(
+        self, streams: Float[Array, "B S C D"], pre: Float[Array, "B S C"], step: StepContext
+    ) -> Float[Array, "B S D"]:
+        """Collapsed and normed streams."""
+        return self.attn_norm(step.numerics.round(mhc.collapse(streams, pre)), step.numerics)
 
     def site(
         self, which: str, streams: Float[Array, "B S C D"], step: StepContext

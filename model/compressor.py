@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
+from widemesh.model.cache import read_ring, write_ring
 from widemesh.model.config import ModelConfig
 from widemesh.model.linear import Kind, Linear, RMSNorm
 from widemesh.model.step import StepContext
@@ -39,15 +40,19 @@ class Compressor(nnx.Module):
         self.norm = RMSNorm(config.head_dim, "head_dim", eps=config.rms_norm_eps)
 
     def __call__(
-        self, x: Float[Array, "B S D"], pending: Float[Array, "B open 2 H"], step: StepContext
+        self, x: Float[Array, "B S D"], ring: Float[Array, "B open 2 H"], step: StepContext
     ) -> tuple[Latents, Float[Array, "B open 2 H"]]:
-        """Latents of the groups ending in this step, and the rows of the group left open."""
+        """Latents of the groups ending in this step, and the ring with the values and gates of its rows.
+
+        The ring holds the newest tokens by position, of which the group that `start` is in needs up to ratio - 1.
+        """
         rows, r = step.rows, self.ratio
         if r == 1:
             latent = self.norm(self.wkv(x, step.numerics), step.numerics)
-            return Latents(latent, rows.positions, rows.valid), pending
+            return Latents(latent, rows.positions, rows.valid), ring
         new = jnp.stack([self.wkv(x, step.numerics), self.wgate(x, step.numerics)], axis=2)
-        both = jnp.concatenate([pending, new], axis=1)  # row q - start + r - 1 holds position q
+        before = read_ring(ring, rows.start[:, None] - (r - 1) + jnp.arange(r - 1))
+        both = jnp.concatenate([before, new], axis=1)  # row q - start + r - 1 holds position q
         # A step of S rows touches at most S // r + 1 groups (ceil((S + r - 1) / r)), from the one that `start` is in.
         groups = (x.shape[1] + 2 * r - 2) // r
         first = rows.start // r
@@ -58,6 +63,4 @@ class Compressor(nnx.Module):
         grouped = grouped.reshape(x.shape[0], groups, r, 2, -1)
         pooled = step.numerics.round(pool_group(grouped[..., 0, :], grouped[..., 1, :]))
         valid = (index + 1) * r <= (rows.start + rows.length)[:, None]
-        tail = rows.length[:, None] + jnp.arange(r - 1)  # the last r - 1 positions, in `both`
-        kept = jnp.take_along_axis(both, tail[:, :, None, None], axis=1)
-        return Latents(self.norm(pooled, step.numerics), index, valid), kept
+        return Latents(self.norm(pooled, step.numerics), index, valid), write_ring(ring, new, rows.start, rows.length)

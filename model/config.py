@@ -207,6 +207,11 @@ class ModelConfig:
         """First decoder layer: the last layer that owns compressed KV. Later layers only keep window KV."""
         return max(self.kv_source_layer_ids, default=self.num_hidden_layers - 1)
 
+    @cached_property
+    def kv_source_layers(self) -> tuple[int, ...]:
+        """Layers with a compressor, in order. Their state grows with the context."""
+        return tuple(role.layer for role in self.roles if role.owns_kv)
+
     @property
     def max_ratio(self) -> int:
         """The largest compress ratio: tokens per group, in whole numbers of which state is allocated."""

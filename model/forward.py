@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from widemesh.model.cache import Cache, init_cache
+from widemesh.model.cache import DEFAULT_PAGE_SIZE, Cache, init_cache, page_layout, private_pages
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.model.engram_hash import EngramHash
@@ -62,19 +62,25 @@ class ForwardModel:
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: nnx.State[Any, Any], engram_hash: EngramHash, numerics: Numerics
-    ):
-        self.config, self.numerics, self.engram_hash = config, numerics, engram_hash
+        self, config: ModelConfig, parameters: nnx.State[Any, Any], engram_hash: EngramHash, numerics: Numerics,
+        page_size: int = DEFAULT_PAGE_SIZE,
+    ):  # fmt: skip
+        self.config, self.numerics, self.engram_hash, self.page_size = config, numerics, engram_hash, page_size
         self.parameters = jax.tree.map(jnp.asarray, parameters)
         self.graph, _ = split_model(config)
 
     @classmethod
-    def load(cls, folder: str | Path, numerics: Numerics) -> ForwardModel:
-        """Read a checkpoint folder, tokenizer included (the Engram hash needs its vocabulary)."""
+    def load(
+        cls, folder: str | Path, numerics: Numerics, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> ForwardModel:
+        """Read a checkpoint folder, tokenizer included (the Engram hash needs its vocabulary).
+
+        `page_size` is in tokens, a multiple of the model's compress ratios; it changes no result.
+        """
         checkpoint = Checkpoint.open(folder)
         config = checkpoint.config
         parameters = read_parameters(config, checkpoint.read, np.arange(config.n_routed_experts))
-        return cls(config, parameters, load_engram_hash(config, folder), numerics)
+        return cls(config, parameters, load_engram_hash(config, folder), numerics, page_size)
 
     def logits(self, token_ids: Sequence[int] | np.ndarray, mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:
         """f32 logits of every position. Ids are used as given. Raises TokenError for ids that cannot be run."""
@@ -96,10 +102,17 @@ class ForwardModel:
             logits, _ = self._step(parameters, cache, rows, rope, settings, "logits", recorder)
             return {**recorder.values, "logits": logits}
 
-        values = run(self.parameters, init_cache(self.config, batch, length), rows,
-                     RopeTables.build(self.config, length))  # fmt: skip
+        values = run(self.parameters, self.new_cache(batch, length), rows, RopeTables.build(self.config, length))
         return {name: np.asarray(value, np.float32 if value.dtype == jnp.bfloat16 else None)
                 for name, value in values.items()}  # fmt: skip
+
+    def new_cache(self, slots: int, max_len: int) -> Cache:
+        """Empty state of `slots` requests of up to `max_len` tokens, each with pages of its own."""
+        pages = -(-max_len // self.page_size)
+        layout = page_layout(self.config, self.numerics, self.page_size)
+        return private_pages(
+            init_cache(self.config, layout, slots=slots, pages=1 + slots * pages, table_pages=pages)
+        )
 
     def _run(
         self, token_ids: Sequence[int] | np.ndarray, mode: Mode, output: Literal["logits", "hidden"]
@@ -109,7 +122,7 @@ class ForwardModel:
         chunk = min(mode.chunk or bucket, bucket)
         program = self._program(chunk, bucket, output)
         rope = self._rope(bucket)
-        cache = init_cache(self.config, 1, bucket)
+        cache = self.new_cache(1, bucket)
         history_len = self.engram_hash.history_len
         before = np.concatenate([np.full(history_len, -1, np.int32), ids])
         outputs = []
@@ -158,7 +171,7 @@ class ForwardModel:
 
 def _device_rows(*arrays: np.ndarray) -> Rows:
     """Rows from fresh host arrays, which nobody writes to again."""
-    return Rows(*map(jnp.asarray, arrays))
+    return Rows.of(*map(jnp.asarray, arrays))
 
 
 def load_engram_hash(config: ModelConfig, folder: str | Path) -> EngramHash:

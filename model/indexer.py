@@ -4,28 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32, UInt8
 
+from widemesh.model.cache import Cache
 from widemesh.model.config import LayerRole, ModelConfig
 from widemesh.model.linear import Linear, RMSNorm
 from widemesh.model.rope import rotate
 from widemesh.model.step import StepContext
 from widemesh.pallas_kernels.formats import fake_quant_mxfp4
 from widemesh.pallas_kernels.indexer_scores import indexer_scores
+from widemesh.pallas_kernels.layout import PageLayout
 from widemesh.pallas_kernels.select_topk import candidate_mask, select_indices, select_mask_causal
-from widemesh.pallas_kernels.sparse_attention import SelectedIndices, SelectedMask, Selection, visible_entries
+from widemesh.pallas_kernels.sparse_attention import (
+    SelectedIndices,
+    SelectedMask,
+    Selection,
+    empty_selection,
+    visible_entries,
+)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """What layers hand upwards within one forward step; sources replace their part, consumers read it."""
 
-    entries: Float[Array, "B L H"]
+    pages: UInt8[Array, "pages page_bytes"]
+    table: Int32[Array, "B P"]
+    entries: Float[Array, "B L H"]  # of the source below, for attention by mask; L = 0 for attention by indices
     index_keys: Float[Array, "B L J"]
     selection: Selection
     candidates: Bool[Array, "B S L"]
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def start(cls, cache: Cache, config: ModelConfig, step: StepContext) -> Shared:
+        """Below the first source: pages, and nothing in view."""
+        b, s = step.rows.tokens.shape
+        return cls(
+            pages=cache.pages,
+            table=cache.table,
+            entries=jnp.zeros((b, 0, config.head_dim)),
+            index_keys=jnp.zeros((b, 0, config.index_head_dim)),
+            selection=empty_selection(step.settings.selection, b, s),
+            candidates=jnp.zeros((b, s, 0), bool),
+            layout=cache.layout,
+        )
 
 
 class Indexer(nnx.Module):

@@ -27,6 +27,18 @@ class Rows:
     start: Int32[Array, "B"]  # position of row 0
     length: Int32[Array, "B"]  # valid rows; 0 = an idle slot
     engram_rows: Int32[Array, "B S engram_layers columns"]  # table rows, hashed from the ids
+    # Of a request that continues a cached prefix, else 0.
+    first: Int32[Array, "B"]  # position where its run began: no window row before it exists
+    write_from: Int32[Array, "B"]  # compressed entries of tokens before it are cached already and stay as they are
+
+    @classmethod
+    def of(
+        cls, tokens: Int32[Array, "B S"], start: Int32[Array, "B"], length: Int32[Array, "B"],
+        engram_rows: Int32[Array, "B S engram_layers columns"],
+    ) -> Rows:  # fmt: skip
+        """Rows of requests that continue no cached prefix."""
+        nothing = jnp.zeros(start.shape, jnp.int32)
+        return cls(tokens, start, length, engram_rows, first=nothing, write_from=nothing)
 
     @property
     def positions(self) -> Int32[Array, "B S"]:

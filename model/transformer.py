@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from widemesh.model.block import Block
 from widemesh.model.cache import Cache
 from widemesh.model.config import ModelConfig
+from widemesh.model.indexer import Shared
 from widemesh.model.linear import Linear, RMSNorm
 from widemesh.model.params import param, value
-from widemesh.model.step import StepContext
+from widemesh.model.step import Rows, StepContext
 from widemesh.pallas_kernels import mhc
+from widemesh.pallas_kernels.sparse_attention import Selection
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """What `encode` hands to `tail`."""
+
+    streams: Float[Array, "B S C D"]
+    pre: Float[Array, "B S C"]
+    near: Float[Array, "B WS H"]  # window rows at positions start - (window - 1) .. start + S - 1 of the cut layer
+    selection: Selection  # what an index layer below the cut has chosen
+    candidates: Bool[Array, "B S L"]
+
+    def last_rows(self, rows: Rows, count: int) -> tuple[Boundary, Rows]:
+        """The newest `count` valid rows of each request (all, where it has fewer), in a step of `count` rows."""
+        skip = jnp.maximum(rows.length - count, 0)
+
+        def newest(x: Array, size: int) -> Array:
+            return jax.vmap(lambda one, first: lax.dynamic_slice_in_dim(one, first, size))(x, skip)
+
+        around = self.near.shape[1] - self.streams.shape[1]
+        part = Boundary(
+            streams=newest(self.streams, count),
+            pre=newest(self.pre, count),
+            near=newest(self.near, count + around),
+            selection=jax.tree.map(lambda x: newest(x, count), self.selection),
+            candidates=newest(self.candidates, count),
+        )
+        return part, Rows(
+            tokens=newest(rows.tokens, count),
+            start=rows.start + skip,
+            length=jnp.minimum(rows.length, count),
+            engram_rows=newest(rows.engram_rows, count),
+            first=rows.first,
+            write_from=rows.write_from,
+        )
 
 
 class Embedding(nnx.Module):
@@ -35,12 +77,53 @@ class Transformer(nnx.Module):
     def __call__(self, cache: Cache, step: StepContext) -> tuple[Float[Array, "B S D"], Cache]:
         """Final normed hidden state of every row, and the new state of every layer."""
         streams, pre = self.enter(step)
-        shared = None
-        caches = []
-        for layer, (block, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+        shared = Shared.start(cache, self.config, step)
+        layers = []
+        for layer, (block, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
             streams, pre, new_cache, shared = block(streams, pre, layer_cache, shared, step.at(f"layers.{layer}"))
-            caches.append(new_cache)
-        return self.leave(streams, pre, step), tuple(caches)
+            layers.append(new_cache)
+        return self.leave(streams, pre, step), dataclasses.replace(cache, pages=shared.pages, layers=tuple(layers))
+
+    def encode(self, cache: Cache, step: StepContext) -> tuple[Boundary, Cache]:
+        """Everything that later tokens need of these rows, except the window KV of the layers above the cut.
+
+        Layers below the cut run whole; the cut layer, the last source of compressed KV, stores its keys. Layers above
+        it have window KV alone, so rows outside the last window of a prompt need nothing more (docs/model.md,
+        "Bounded replay").
+        """
+        streams, pre = self.enter(step)
+        shared = Shared.start(cache, self.config, step)
+        layers, cut = list(cache.layers), self.config.replay_cut
+        for layer in range(cut):
+            streams, pre, layers[layer], shared = self.layers[layer](
+                streams, pre, layers[layer], shared, step.at(f"layers.{layer}")
+            )
+        streams, near, layers[cut], shared = self.layers[cut].write(
+            streams, pre, layers[cut], shared, step.at(f"layers.{cut}")
+        )
+        cache = dataclasses.replace(cache, pages=shared.pages, layers=tuple(layers))
+        return Boundary(streams, pre, near, shared.selection, shared.candidates), cache
+
+    def tail(self, boundary: Boundary, cache: Cache, step: StepContext) -> tuple[Float[Array, "B S D"], Cache]:
+        """The rest of the cut layer and the layers above it, for the rows of `boundary`.
+
+        Those layers see no window rows from before these rows. Returns the final hidden states and the new cache.
+        """
+        layers, cut = list(cache.layers), self.config.replay_cut
+        shared = dataclasses.replace(
+            Shared.start(cache, self.config, step), selection=boundary.selection, candidates=boundary.candidates
+        )
+        if self.config.roles[cut].owns_kv:
+            shared = self.layers[cut].attn.view(shared, step)
+        streams, pre, shared = self.layers[cut].finish(
+            boundary.streams, boundary.pre, boundary.near, shared, step.at(f"layers.{cut}")
+        )
+        above = dataclasses.replace(step, rows=dataclasses.replace(step.rows, first=step.rows.start))
+        for layer in range(cut + 1, len(layers)):
+            streams, pre, layers[layer], shared = self.layers[layer](
+                streams, pre, layers[layer], shared, above.at(f"layers.{layer}")
+            )
+        return self.leave(streams, pre, step), dataclasses.replace(cache, layers=tuple(layers))
 
     def enter(self, step: StepContext) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"]]:
         """Equal copies of the embedding, and the first pre-mix: all weight on stream 0."""

@@ -1,10 +1,18 @@
 """The serving engine: requests, scheduling, step programs, sampling, transfer and the gRPC service."""
 
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.request import Completion, Delta, FinishReason, RequestError, SamplingParams, Status
+from widemesh.serving.request import (
+    Completion,
+    Delta,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+    Status,
+    TokenLogprobs,
+)
 
 __all__ = ["Completion", "Delta", "Engine", "EngineConfig", "EngineError", "FinishReason", "RequestError",
-           "SamplingParams", "Status"]  # fmt: skip
+           "SamplingParams", "Status", "TokenLogprobs"]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from widemesh.model.config import ConfigError
+from widemesh.serving.scheduling.config import SchedulerConfig
+from widemesh.serving.scheduling.replay import ReplayConfig
 
 # By name, so that reading settings does not import jax; `widemesh.model.numerics` holds what they mean.
 NUMERICS_NAMES = ("plain", "kvq", "w8a8", "reference")
@@ -20,12 +23,23 @@ class EngineConfig:
     max_model_len: int = 1024  # most tokens of a request, prompt and output together
     max_num_seqs: int = 8  # requests decoded together, over all decode devices
     max_num_batched_tokens: int = 256  # rows of one prefill step, over all prefill devices
+    page_size: int = 64  # tokens per page of compressed KV; a multiple of the model's compress ratios
+    num_pages: int | None = None  # pages of each decode device's pool, the null page included; None: for all its slots
+    num_prefill_pages: int | None = None  # likewise of each prefill device; None: four of the longest requests
+    replay_prefix: Literal["bounded", "exact"] = "bounded"  # rows run again behind a cached prefix
+    replay_tail: Literal["bounded", "full"] = "bounded"  # rows of the later layers in a prefill: one window, or all
+    decode_steps: int = 1  # tokens of a request that one decode dispatch draws; more pay off for few users
+    reserve_output_tokens: int = 8192  # most output tokens for which pages are set aside at admission
+    max_new_kv_loads_per_step: int = 4  # prefilled requests that may join the decode batch in one step; 0 = all
+    max_num_queued_reqs: int | None = None  # waiting requests beyond which new ones are refused
+    max_num_queued_tokens: int | None = None  # their prompt tokens, likewise
     prefill_devices: int = 2  # size of the prefill mesh
     decode_devices: int = 4  # size of the decode mesh
     seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_devices", "decode_devices"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "decode_steps", "prefill_devices",
+                     "decode_devices"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; use 1 or more")
         if self.seed is not None and self.seed < 0:
@@ -40,6 +54,32 @@ class EngineConfig:
                               f"prefill_devices={self.prefill_devices}")
         if self.numerics not in NUMERICS_NAMES:
             raise ConfigError(f"numerics={self.numerics!r} is unknown; use one of {', '.join(NUMERICS_NAMES)}")
+        self.scheduler, self.replay  # noqa: B018 - they check their own fields
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The part of it that the scheduler needs. Raises ConfigError for values that do not go together."""
+        longest = -(-(self.max_model_len + self.decode_steps) // self.page_size)
+        return SchedulerConfig(
+            page_size=self.page_size,
+            max_model_len=self.max_model_len,
+            prefill_ranks=self.prefill_devices,
+            prefill_pages=1 + 4 * longest if self.num_prefill_pages is None else self.num_prefill_pages,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            decode_ranks=self.decode_devices,
+            max_num_seqs=self.max_num_seqs,
+            decode_rows=self.decode_steps,
+            decode_pages=1 + self.slots_per_rank * longest if self.num_pages is None else self.num_pages,
+            reserve_output_tokens=self.reserve_output_tokens,
+            max_new_kv_loads_per_step=self.max_new_kv_loads_per_step,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
+        )
+
+    @property
+    def replay(self) -> ReplayConfig:
+        """How much a prefill runs again."""
+        return ReplayConfig(prefix=self.replay_prefix, tail=self.replay_tail)
 
     @property
     def slots_per_rank(self) -> int:

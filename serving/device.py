@@ -1,4 +1,4 @@
-"""The device side of the engine: parameters and state on both meshes, and the programs that change them.
+"""The device side of the engine: what both meshes hold, and the programs that change it, in the order of the calls.
 
 Owned by one thread. Host arrays that are handed to a program are never written again: on a CPU device the host buffer
 may be the device buffer.
@@ -14,28 +14,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt32
 
-from widemesh.eplb import initial_slot_owner
-from widemesh.model.cache import Cache, init_cache
 from widemesh.model.checkpoint import Checkpoint
+from widemesh.model.engram_device_hash import EngramDeviceHash
 from widemesh.model.engram_hash import EngramHash
-from widemesh.model.loading import place_parameters, read_parameters, split_model
-from widemesh.model.numerics import numerics_named
-from widemesh.model.rope import RopeTables
 from widemesh.model.step import Rows
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.programs import Programs, export_state
-from widemesh.serving.sampling import SamplingRows
+from widemesh.serving.decode_state import DecodeState, JoinRow
+from widemesh.serving.mesh_state import MeshState
+from widemesh.serving.programs import Sampled, export_state
+from widemesh.serving.sampling import RowLogprobs, SamplingRows, TallyRow, full_mask, init_tally
+from widemesh.serving.scheduling import KvLoad, PageWrites
 from widemesh.serving.transfer import InProcessTransfer, take_rank
-from widemesh.sharding import MeshPair, named_sharding
+from widemesh.sharding import MeshPair
 
 _SMALL_CHUNK = 32  # rows of the small prefill program, for short prompts and last chunks
-_SMALL_EXPORT = 64  # tokens of the smallest hand-over; each next size is 4 times larger
+_EXPORT_GROWTH = 4  # from one size of a hand-over to the next, from a single page on
 
 _log = logging.getLogger(__name__)
 
@@ -47,141 +43,217 @@ class PrefillRow:
     token_ids: Int32[np.ndarray, "n"]
     start: int
     history: Int32[np.ndarray, "h"]  # ids just before, oldest first, -1 before the start
+    first: int = 0  # where its run began
+    write_from: int = 0  # tokens below are cached already
+    is_last: bool = True  # the prompt ends with these rows
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeRows:
-    """Control arrays of one decode step, one value per slot of the whole mesh. New arrays for every step."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeResult:
+    """What a decode step says of every slot, on the host."""
 
-    token_ids: Int32[np.ndarray, "slots"]
-    positions: Int32[np.ndarray, "slots"]
-    is_active: Bool[np.ndarray, "slots"]
-    history: Int32[np.ndarray, "slots h"]
-    sampling: SamplingRows
+    tokens: Int32[np.ndarray, "slots k"]
+    count: Int32[np.ndarray, "slots"]  # how many of the tokens count
+    is_finite: Bool[np.ndarray, "slots"]  # False: the tokens mean nothing
+    logprobs: RowLogprobs | None  # [slots, k, ...]; None: no slot asked
 
 
-class _MeshState:
-    """Parameters, cache and tables on one mesh."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """A decode step under way."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, slots: int, max_len: int):
-        model = checkpoint.config
-        _log.info("reading the weights for %d devices", mesh.devices.size)
-        graph, _ = split_model(model)
-        owner = initial_slot_owner(model.n_routed_experts, mesh.devices.size)
-        self.programs = Programs(
-            config=model, numerics=numerics_named(config.numerics), graph=graph, mesh=mesh, max_len=max_len
-        )
-        host: nnx.State[Any, Any] = read_parameters(model, checkpoint.read, owner)
-        self.parameters = place_parameters(host, mesh)
-        self.cache: Cache = jax.device_put(init_cache(model, slots, max_len), self.programs.sharding())
-        replicated = named_sharding(mesh, ())
-        self.rope: RopeTables = jax.device_put(RopeTables.build(model, max_len), replicated)
-        self.sharding = self.programs.sharding()
+    sampled: Sampled
+    wants_logprobs: bool
+
+    def wait(self) -> DecodeResult:
+        """Its result, once it is there."""
+        parts = (self.sampled.tokens, self.sampled.count, self.sampled.is_finite)
+        tokens, count, is_finite = jax.device_get(parts)
+        logprobs = jax.device_get(self.sampled.logprobs) if self.wants_logprobs else None
+        return DecodeResult(tokens=tokens, count=count, is_finite=is_finite, logprobs=logprobs)
 
 
 class DeviceEngine:
-    """Prefill, hand-over and decode on their meshes. Slot s of the decode mesh lies on rank s // slots_per_rank."""
+    """Prefill, hand-over and decode on their meshes. Every call returns once its work is dispatched."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, engram_hash: EngramHash, meshes: MeshPair):
         self.config, self.model_config, self.engram_hash = config, checkpoint.config, engram_hash
-        # Room for whole groups of tokens.
-        ratio = self.model_config.max_ratio
-        self.max_len = -(-config.max_model_len // ratio) * ratio
-        self._prefill = _MeshState(checkpoint, config, meshes.prefill, config.prefill_devices, self.max_len)
-        self._decode = _MeshState(checkpoint, config, meshes.decode, config.max_num_seqs, self.max_len)
+        sizes, model = config.scheduler, checkpoint.config
+        self.prefill = MeshState(checkpoint, config, meshes.prefill, slots=1, pages=sizes.prefill_pages)
+        self.decode = MeshState(
+            checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages
+        )
         self.transfer = InProcessTransfer(meshes.decode)
-        chunks = sorted({min(_SMALL_CHUNK, config.chunk_rows), config.chunk_rows})
-        self._prefill_programs = {rows: self._prefill.programs.prefill(rows) for rows in chunks}
-        self._export = jax.jit(functools.partial(export_state, config=self.model_config), static_argnames="tokens")
-        self._import = self._decode.programs.import_state()
-        self._decode_program = self._decode.programs.decode()
+        self.num_dispatches = 0  # programs started since the start
+        self._chunks = sorted({min(_SMALL_CHUNK, config.chunk_rows), config.chunk_rows})
+        self._has_tail = config.replay_tail == "bounded"
+        programs = self.prefill.programs
+        if self._has_tail:
+            self._encode = {rows: programs.encode(rows) for rows in self._chunks}
+            self._tail = {rows: programs.tail(min(rows, model.sliding_window)) for rows in self._chunks}
+        else:
+            self._whole = {rows: programs.prefill(rows) for rows in self._chunks}
+        self._export = jax.jit(export_state)
 
-    @property
-    def prefill_cache(self) -> Cache:
-        """State of the requests being prefilled."""
-        return self._prefill.cache
+        slots, programs = config.max_num_seqs, self.decode.programs
+        self._import, self._join, self._write_tally = programs.import_state(), programs.join(), programs.write_tally()
+        self._decode = programs.decode(config.decode_steps)
+        self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len))
+        self._tally = self.decode.put(init_tally(slots, model.vocab_size))
+        self._full_mask = self.decode.put(full_mask(slots, model.vocab_size))
+        self._sampling = SamplingRows.neutral(slots)  # as the last step had it, and the same on the devices
+        self._placed_sampling = self.decode.put(self._sampling)
+        self._hash: EngramDeviceHash | None = None
+        if model.engram_layer_ids:
+            self._hash = jax.device_put(EngramDeviceHash.build(engram_hash), self.decode.replicated)
+        # Table entries that travel with a step: what its slots can grow by.
+        self._writes_per_rank = sizes.slots_per_rank * (1 + sizes.pages_of(config.decode_steps))
 
-    @property
-    def decode_cache(self) -> Cache:
-        """State of the requests being decoded."""
-        return self._decode.cache
+    # --- prefill --------------------------------------------------------------------------------------------------
 
-    def prefill_step(self, work: list[PrefillRow | None]) -> None:
-        """Run the next rows of each prefill rank's request (None = idle rank). Returns once dispatched."""
+    def prefill_pages(self, writes: PageWrites) -> None:
+        """Set page ids of prefill slots."""
+        if len(writes):
+            self.num_dispatches += 1
+            self.prefill.write_table(writes)
+
+    def prefill_step(self, work: list[PrefillRow | None]) -> jax.Array:
+        """Run the next rows of each prefill rank's request (None = idle rank). The array comes when they have run."""
         longest = max((len(row.token_ids) for row in work if row), default=0)
-        rows = next(size for size in self._prefill_programs if size >= longest)
+        rows = next(size for size in self._chunks if size >= longest)
         ids = np.zeros((len(work), rows), np.int32)
-        start, length = np.zeros(len(work), np.int32), np.zeros(len(work), np.int32)
+        start, length, first, write_from = (np.zeros(len(work), np.int32) for _ in range(4))
         history = np.full((len(work), self.engram_hash.history_len), -1, np.int32)
+        ends = np.zeros(len(work), bool)
         for rank, row in enumerate(work):
             if row:
                 ids[rank, : len(row.token_ids)] = row.token_ids
                 start[rank], length[rank], history[rank] = row.start, len(row.token_ids), row.history
-        batch = self._rows(self._prefill, ids, start, length, history)
-        state = self._prefill
-        state.cache = self._prefill_programs[rows](state.parameters, state.cache, batch, state.rope)
+                first[rank], write_from[rank], ends[rank] = row.first, row.write_from, row.is_last
+        state = self.prefill
+        batch = state.put(Rows(ids, start, length, self.engram_hash.rows(ids, history), first, write_from))  # type: ignore[arg-type]
+        self.num_dispatches += 1
+        if not self._has_tail:
+            done, state.cache = self._whole[rows](state.parameters, state.cache, batch, state.rope)
+            return done
+        boundary, state.cache = self._encode[rows](state.parameters, state.cache, batch, state.rope)
+        if ends.any():
+            self.num_dispatches += 1
+            batch = dataclasses.replace(batch, length=state.put(np.where(ends, length, 0).astype(np.int32)))
+            done, state.cache = self._tail[rows](state.parameters, state.cache, boundary, batch, state.rope)
+            return done
+        return boundary.pre
 
-    def hand_over(self, prefill_rank: int, tokens: int, slot: int) -> None:
-        """Move the first `tokens` tokens of state from a prefill rank to a decode slot."""
-        size = next(s for s in self.export_sizes() if s >= tokens)
-        handed = self._export(take_rank(self._prefill.cache, prefill_rank), size)
-        rank, local = divmod(slot, self.config.slots_per_rank)
-        arrived = self.transfer.send(handed, rank, self._decode.sharding)
-        slots = np.full(self.config.decode_devices, -1, np.int32)
-        slots[rank] = local
-        placed = jax.device_put(slots, self._decode.sharding)
-        self._decode.cache = self._import(self._decode.cache, arrived, placed)
+    def load(self, load: KvLoad[Any]) -> None:
+        """Move a prefilled request's state to its decode slot and pages."""
+        count = len(load.source_pages)
+        size = next(s for s in self.export_sizes() if s >= count)
+        source = np.zeros(size, np.int32)  # page 0 fills up
+        source[:count] = load.source_pages
+        handed = self._export(take_rank(self.prefill.cache, load.prefill_rank), source)
+        arrived = self.transfer.send(handed, load.decode_rank, self.decode.sharding)
+        target = np.full((self.decode.ranks, size), self.decode.pages_per_rank, np.int32)  # past the end = dropped
+        target[load.decode_rank, :count] = load.target_pages
+        placed = self.decode.put((self.decode.one_slot(load.decode_slot), target))
+        self.num_dispatches += 2
+        self.decode.cache = self._import(self.decode.cache, arrived, *placed)
 
-    def decode_step(self, rows: DecodeRows) -> tuple[Int32[np.ndarray, "slots"], Bool[np.ndarray, "slots"]]:
-        """Next token of every slot, and whether its logits were finite. Waits for the result."""
-        state = self._decode
-        ids = rows.token_ids[:, None]
-        batch = self._rows(state, ids, rows.positions, rows.is_active.astype(np.int32), rows.history)
-        sampling = jax.device_put(rows.sampling, state.sharding)
-        state.cache, sampled = self._decode_program(state.parameters, state.cache, batch, sampling, state.rope)
-        return np.asarray(sampled.tokens), np.asarray(sampled.is_finite)
+    # --- decode ---------------------------------------------------------------------------------------------------
+
+    def decode_pages(self, writes: PageWrites) -> None:
+        """Set page ids of decode slots outside of a step."""
+        if len(writes):
+            self.num_dispatches += 1
+            self.decode.write_table(writes)
+
+    def join(self, slot: int, row: JoinRow) -> None:
+        """Write the state of a slot whose request decodes from the next step on."""
+        packed = np.broadcast_to(row.packed(), (self.decode.ranks, len(row.packed())))
+        self.num_dispatches += 1
+        self._state = self._join(self._state, *self.decode.put((self.decode.one_slot(slot), packed)))
+
+    def set_tally(self, row: TallyRow) -> None:
+        """Write one slot's tally, each rank getting a row and all but one ignoring it."""
+        prompt, output = (np.broadcast_to(x, (self.decode.ranks, *x.shape)) for x in (row.prompt, row.output))
+        self.num_dispatches += 1
+        self._tally = self._write_tally(self._tally, *self.decode.put((self.decode.one_slot(row.slot), prompt, output)))
+
+    def decode_step(
+        self,
+        rows: Int32[np.ndarray, "slots"],
+        pages: PageWrites,
+        sampling: SamplingRows,
+        mask: UInt32[np.ndarray, "slots W"] | None = None,
+    ) -> DecodeStep:
+        """Run at most `rows` rows of every slot (0 = it sits out).
+
+        `pages` are new entries of the page tables. The same `sampling` object says that nothing has changed. `mask`
+        holds the tokens that constraints allow; None allows everything everywhere.
+        """
+        state = self.decode
+        counts = np.bincount(pages.slots // np.int32(state.slots_per_rank), minlength=state.ranks)
+        if counts.max(initial=0) > self._writes_per_rank:  # requests have come, with all their pages
+            self.num_dispatches += 1
+            state.write_table(pages)
+            pages = PageWrites.join([])
+        if sampling is not self._sampling:
+            self._sampling, self._placed_sampling = sampling, state.put(sampling)
+        control, writes = state.put((rows, state.packed_writes(pages, self._writes_per_rank)))
+        placed_mask = self._full_mask if mask is None else state.put(mask)
+        self.num_dispatches += 1
+        state.cache, self._state, self._tally, sampled = self._decode(
+            state.parameters, state.cache, self._state, self._tally, control, writes, self._placed_sampling,
+            placed_mask, self._hash, state.rope,
+        )  # fmt: skip
+        return DecodeStep(sampled=sampled, wants_logprobs=bool((sampling.logprobs >= 0).any()))
+
+    # --- start-up -------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
         """Compile every program by running it on idle rows, and report progress."""
         for name, run in self._warm_up_runs():
             start_s = time.monotonic()
             run()
-            jax.block_until_ready((self._prefill.cache, self._decode.cache))
+            jax.block_until_ready((self.prefill.cache, self.decode.cache))
             _log.info("compiled %s in %.1f s", name, time.monotonic() - start_s)
-        self.transfer.moved_bytes = 0
+        self.transfer.moved_bytes = self.num_dispatches = 0
 
     def _warm_up_runs(self) -> Iterator[tuple[str, functools.partial[Any]]]:
         history = np.full(self.engram_hash.history_len, -1, np.int32)
-        for rows in self._prefill_programs:
-            idle = PrefillRow(np.zeros(rows, np.int32), 0, history)
-            yield f"prefill of {rows} rows", functools.partial(
-                self.prefill_step, [idle] + [None] * (self.config.prefill_devices - 1)
-            )
+        for rows in self._chunks:
+            # Writes no page; what it leaves in the rings is never read.
+            idle = PrefillRow(np.zeros(rows, np.int32), 0, history, write_from=rows)
+            others: list[PrefillRow | None] = [None] * (self.config.prefill_devices - 1)
+            yield f"prefill of {rows} rows", functools.partial(self.prefill_step, [idle, *others])
         for size in self.export_sizes():
-            yield f"hand-over of {size} tokens", functools.partial(self._warm_up_hand_over, size)
-        slots = self.config.max_num_seqs
-        zeros = np.zeros(slots, np.int32)
-        sampling = SamplingRows(
-            *map(jnp.asarray, (np.zeros(slots, np.float32), zeros, np.ones(slots, np.float32), zeros.astype(np.uint32)))
+            yield f"hand-over of {size} pages", functools.partial(self._warm_up_load, size)
+        for state in (self.prefill, self.decode):
+            for size in state.write_sizes():
+                nothing = np.zeros(min(size, state.slots_per_rank * state.table_pages), np.int32)
+                yield f"{size} table entries", functools.partial(
+                    state.write_table, PageWrites(nothing, nothing, nothing)
+                )
+        slots, zeros = self.config.max_num_seqs, np.zeros(0, np.int32)
+        yield "penalty counts", functools.partial(
+            self.set_tally, TallyRow.of(0, zeros, [], self.model_config.vocab_size)
         )
-        idle_rows = DecodeRows(zeros, zeros, np.zeros(slots, bool), np.tile(history, (slots, 1)), sampling)
-        yield f"decode of {slots} slots", functools.partial(self.decode_step, idle_rows)
+        idle_slot = JoinRow(token=0, position=0, last=0, tail=history, stop_token_ids=frozenset())
+        yield "join", functools.partial(self.join, 0, idle_slot)
+        yield f"decode of {slots} slots", functools.partial(
+            self.decode_step, np.zeros(slots, np.int32), PageWrites.join([]), self._sampling
+        )
 
-    def _warm_up_hand_over(self, size: int) -> None:
+    def _warm_up_load(self, size: int) -> None:
         """From every prefill rank: an export is compiled per device."""
         for rank in range(self.config.prefill_devices):
-            self.hand_over(rank, size, 0)
+            nowhere = np.zeros(size, np.int32)
+            self.load(KvLoad(request=None, prefill_rank=rank, prefill_slot=rank, decode_rank=0, decode_slot=0, tokens=0,
+                             source_pages=nowhere, target_pages=nowhere))  # fmt: skip
 
     def export_sizes(self) -> Iterator[int]:
-        """Sizes of hand-overs in tokens, ascending; whole groups each."""
-        size = _SMALL_EXPORT
-        while size < self.max_len:
+        """Sizes of hand-overs in pages, ascending."""
+        size, largest = 1, self.prefill.table_pages
+        while size < largest:
             yield size
-            size *= 4
-        yield self.max_len
-
-    def _rows(
-        self, state: _MeshState, ids: np.ndarray, start: np.ndarray, length: np.ndarray, history: np.ndarray
-    ) -> Rows:
-        engram_rows = self.engram_hash.rows(ids, history)
-        return jax.device_put(Rows(ids, start, length, engram_rows), state.sharding)  # type: ignore[arg-type]
+            size *= _EXPORT_GROWTH
+        yield largest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import cast
 
+import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -19,18 +21,19 @@ from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.config import ConfigError
 from widemesh.model.forward import load_engram_hash
 from widemesh.serving.compile_cache import enable_compile_cache
+from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.device import DeviceEngine
+from widemesh.serving.engine_request import Request
+from widemesh.serving.limits import MAX_STOP_IDS
 from widemesh.serving.loop import EngineLoop
-from widemesh.serving.request import (
-    Completion,
-    Delta,
-    FinishReason,
-    RequestError,
-    SamplingParams,
-    Status,
-)
-from widemesh.serving.scheduler import Request
+from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
+from widemesh.serving.memory_plan import check_model_limits, plan_memory
+from widemesh.serving.metrics import EngineMetrics
+from widemesh.serving.request import Completion, Delta, FinishReason, RequestError, SamplingParams, Status
+from widemesh.serving.samples import Samples
+from widemesh.serving.scheduling import ReplayRule, Scheduler, hash_pages
+from widemesh.serving.structured import ConstraintCompiler
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
 from widemesh.sharding import make_meshes, request_cpu_devices
 
@@ -64,21 +67,35 @@ class Engine:
         self.config = config
         checkpoint = Checkpoint.open(config.model)
         self.model_config = checkpoint.config
-        if config.max_model_len > self.model_config.max_position_embeddings:
-            raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings="
-                              f"{self.model_config.max_position_embeddings}; use at most that")
+        check_model_limits(self.model_config, config)
+        cut, engram = self.model_config.replay_cut, max(self.model_config.engram_layer_ids, default=0)
+        if config.replay_tail == "bounded" and engram > cut:
+            raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
+                              f"above layer {cut}; use replay_tail='full'")
+        rule = ReplayRule(config=config.replay, window=self.model_config.sliding_window,
+                          num_layers=self.model_config.num_hidden_layers, max_ratio=self.model_config.max_ratio)
+        scheduler: Scheduler[Request] = Scheduler(config.scheduler, rule)
         request_cpu_devices(config.prefill_devices + config.decode_devices)
         self.meshes = make_meshes(config.prefill_devices, config.decode_devices)
+        refuse_if_too_large(plan_memory(self.model_config, config), available_memory(jax.devices()))
         self.tokenizer = load_tokenizer(config.model)
         self._tokenizer_config = load_tokenizer_config(config.model)
         engram_hash = load_engram_hash(self.model_config, config.model)
         enable_compile_cache()
         self.device = DeviceEngine(config, checkpoint, engram_hash, self.meshes)
+        self._compiles = CompileCounter()
         self.device.warm_up()
+        self._compiles.mark_warm()
+        self.metrics = EngineMetrics(model_name=config.served_model_name or config.model,
+                                     max_model_len=config.max_model_len, compiles=self._compiles)  # fmt: skip
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.RLock()  # garbage collection may drop a stream, and so abort, while it is held
-        self._in_flight: dict[str, Request] = {}
-        self._loop = EngineLoop(config, self.device, self._forget)
+        self._constraints = ConstraintCompiler(
+            config.model, self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
+        self._in_flight: dict[str, set[str]] = {}  # by request, the engine's names of its samples
+        self._request_of: dict[str, str] = {}  # and back
+        self._loop = EngineLoop(config, scheduler, self.device, self._forget, self.metrics)
 
     def __enter__(self) -> Engine:
         return self
@@ -93,6 +110,7 @@ class Engine:
     ) -> list[Completion]:
         """Run prompts to their ends and return their completions in order. `sampling`: one for all or one each.
 
+        The list is flat: a prompt whose setting has n samples takes n places, in order of their index.
         Raises RequestError for the first prompt that is refused; none of the others is left running then.
         """
         each = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
@@ -100,20 +118,20 @@ class Engine:
         if len(settings) != len(each):
             raise RequestError("sampling", len(settings), f"must be one setting or one per prompt ({len(each)})")
         arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        ids: list[str] = []
+        asked: list[Samples] = []
         try:
             for prompt, one in zip(each, settings, strict=True):
-                ids.append(self._submit(prompt, one, "", arrived.put))
-            return self._collect(ids, arrived)
+                asked.append(self._submit(prompt, one, "", arrived.put, keeps_deltas=True))
+            return self._collect(asked, arrived)
         except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
+            for samples in asked:
+                self.abort(samples.request_id)
             raise
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str = ""
     ) -> DeltaStream:
-        """Start a request and iterate over its deltas; the last one has a finish_reason.
+        """Start a request and iterate over its deltas; the last one of each of its samples has a finish_reason.
 
         The request is checked and queued by this call, which raises RequestError if it is refused. Must be called
         from a running asyncio loop. Closing or cancelling the iteration aborts the request; an iterator that is
@@ -128,19 +146,27 @@ class Engine:
             except RuntimeError:  # the loop is closed: nobody reads this any more
                 self.abort(delta.request_id)
 
-        started = self._submit(prompt, sampling or SamplingParams(), request_id, deliver)
-        return DeltaStream(started, arrived, self.abort)
+        samples = self._submit(prompt, sampling or SamplingParams(), request_id, deliver)
+        return DeltaStream(samples, arrived, self.abort)
+
+    def compile_constraint(self, sampling: SamplingParams) -> None:
+        """Compile what `sampling` says of the output's form, so that the request that follows is taken at once.
+
+        For callers on an event loop, which a new grammar would hold up for a second. Raises RequestError.
+        """
+        self._constraints.compile(sampling)
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason abort. Unknown and finished ids are ignored."""
         with self._lock:
-            if request_id not in self._in_flight:
-                return
-        self._loop.abort(request_id)
+            names = tuple(self._in_flight.get(request_id, ()))
+        for name in names:
+            self._loop.abort(name)
 
     def close(self) -> None:
         """Stop. Requests in flight end with finish_reason abort. Idempotent."""
         self._loop.stop()
+        self._compiles.close()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -171,35 +197,68 @@ class Engine:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _submit(
-        self, prompt: Prompt, sampling: SamplingParams, request_id: str, deliver: Callable[[Delta], None]
-    ) -> str:
-        """Check a request and hand it to the loop; returns its id."""
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        request_id: str,
+        deliver: Callable[[Delta], None],
+        *,
+        keeps_deltas: bool = False,
+    ) -> Samples:
+        """Check a request and hand its samples to the loop."""
         ids = self._prompt_ids(prompt)
-        for token in sampling.stop_token_ids:
-            if token >= self.model_config.vocab_size:
-                raise RequestError("stop_token_ids", token,
-                                   f"must be below {self.model_config.vocab_size}; use ids of the vocabulary")
-        room = self.config.max_model_len - len(ids)
+        self._check_token_ids(sampling)
+        constraint = self._constraints.compile(sampling)
+        hashes = hash_pages(ids, self.config.page_size)
+        room = self.config.scheduler.longest_request - len(ids)
+        if sampling.min_tokens > room:
+            raise RequestError("min_tokens", sampling.min_tokens,
+                               f"exceeds the {room} tokens that max_model_len leaves; use at most that")
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         seed = sampling.seed if sampling.seed is not None else int(self._draw_seed())
-        request = Request(
-            request_id=request_id or uuid.uuid4().hex,
-            prompt=ids,
-            sampling=sampling,
-            seed=seed,
-            max_tokens=min(sampling.max_tokens or room, room),
-            stop_token_ids=frozenset((*sampling.stop_token_ids, *eos)),
-            deliver=deliver,
-        )
+        request_id = request_id or uuid.uuid4().hex
+        requests = [
+            Request(
+                request_id=_sample_name(request_id, index, sampling.n),
+                prompt=ids,
+                page_hashes=hashes,
+                sampling=sampling,
+                seed=seed + index,
+                max_tokens=min(sampling.max_tokens or room, room),
+                stop_token_ids=frozenset((*sampling.stop_token_ids, *eos)),
+                deliver=deliver if sampling.n == 1 else functools.partial(_deliver_sample, deliver, request_id, index),
+                constraint=constraint if constraint is None or index == 0 else constraint.fork(),
+            )
+            for index in range(sampling.n)
+        ]
         with self._lock:
-            if request.request_id in self._in_flight:
-                raise RequestError("request_id", request.request_id, "is already in flight; use another or none",
+            if request_id in self._in_flight or any(one.request_id in self._request_of for one in requests):
+                raise RequestError("request_id", request_id, "is already in flight; use another or none",
                                    Status.ALREADY_EXISTS)
             # Known and queued in one step: an abort that comes in between would find nothing to end.
-            if not self._loop.post(request):
-                raise EngineError("the engine is closed or has failed; start a new one")
-            self._in_flight[request.request_id] = request
-        return request.request_id
+            for one in requests:
+                if not self._loop.post(one):
+                    raise EngineError("the engine is closed or has failed; start a new one")
+                self._in_flight.setdefault(request_id, set()).add(one.request_id)
+                self._request_of[one.request_id] = request_id
+        return Samples(
+            request_id,
+            self.tokenizer,
+            sampling,
+            lambda index: self._end_sample(_sample_name(request_id, index, sampling.n)),
+            keeps_deltas=keeps_deltas,
+        )
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        vocab = self.model_config.vocab_size
+        for field, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias or ())):
+            for token in tokens:
+                if token >= vocab:
+                    raise RequestError(field, token, f"must be below {vocab}; use ids of the vocabulary")
+        most = MAX_STOP_IDS - len(self.model_config.eos_token_ids)
+        if len(sampling.stop_token_ids) > most:
+            raise RequestError("stop_token_ids", f"{len(sampling.stop_token_ids)} ids",
+                               f"is more than the {most} a request may have; send fewer")
 
     def _prompt_ids(self, prompt: Prompt) -> Int32[np.ndarray, "N"]:
         """Token ids of a prompt, as one array that nobody else writes to."""
@@ -216,6 +275,11 @@ class Engine:
         if len(ids) >= limit:
             raise RequestError("prompt", f"{len(ids)} tokens", "leaves no room for output within max_model_len="
                                f"{limit}; give at most {limit - 1} tokens or raise max_model_len")  # fmt: skip
+        sizes = self.config.scheduler
+        if len(ids) >= sizes.longest_request:
+            raise RequestError("prompt", f"{len(ids)} tokens", f"can never fit: {sizes.decode_pages} decode pages and "
+                               f"{sizes.prefill_pages} prefill pages of page_size={sizes.page_size} hold a request of "
+                               f"{sizes.longest_request} tokens, output included; send fewer")  # fmt: skip
         outside = (ids < 0) | (ids >= vocab)
         if outside.any():
             raise RequestError("prompt", int(ids[outside][0]),
@@ -228,43 +292,41 @@ class Engine:
         with self._lock:
             return int(self._seeds.integers(2**31))
 
+    def _end_sample(self, name: str) -> None:
+        """Its reader has found a stop string."""
+        with self._lock:
+            is_running = name in self._request_of
+        if is_running:
+            self._loop.abort(name, FinishReason.STOP)
+
     def _forget(self, request: Request) -> None:
         with self._lock:
-            self._in_flight.pop(request.request_id, None)
+            request_id = self._request_of.pop(request.request_id, "")
+            left = self._in_flight.get(request_id, set())
+            left.discard(request.request_id)
+            if not left:
+                self._in_flight.pop(request_id, None)
 
-    def _collect(self, ids: list[str], arrived: queue.SimpleQueue[Delta]) -> list[Completion]:
-        parts: dict[str, list[np.ndarray]] = {request_id: [] for request_id in ids}
-        last: dict[str, Delta] = {}
-        while len(last) < len(ids):
+    def _collect(self, asked: list[Samples], arrived: queue.SimpleQueue[Delta]) -> list[Completion]:
+        by_id = {samples.request_id: samples for samples in asked}
+        left = set(by_id)
+        while left:
             delta = arrived.get()
-            parts[delta.request_id].append(delta.token_ids)
-            if delta.finish_reason is not None:
-                last[delta.request_id] = delta
-        if any(delta.finish_reason is FinishReason.ERROR for delta in last.values()):
+            by_id[delta.request_id].take(delta)
+            if by_id[delta.request_id].is_done:
+                left.discard(delta.request_id)
+        done = [completion for samples in asked for completion in samples.completions()]
+        if any(completion.finish_reason is FinishReason.ERROR for completion in done):
             _log.error("some requests ended with an error; see finish_reason")
-        return [self._completion(last[i], np.concatenate(parts[i])) for i in ids]
-
-    def _completion(self, last: Delta, token_ids: np.ndarray) -> Completion:
-        ends_with_stop = last.matched_token_id is not None
-        shown = token_ids[:-1] if ends_with_stop else token_ids
-        assert last.finish_reason is not None
-        return Completion(
-            request_id=last.request_id,
-            token_ids=token_ids,
-            text=self.tokenizer.decode(shown.tolist()),
-            finish_reason=last.finish_reason,
-            prompt_tokens=last.prompt_tokens,
-            cached_tokens=last.cached_tokens,
-            matched_token_id=last.matched_token_id,
-        )
+        return done
 
 
 class DeltaStream(AsyncIterator[Delta]):
     """Deltas of one request. Leaving the iteration early, by `aclose` or by cancellation, aborts the request."""
 
-    def __init__(self, request_id: str, arrived: asyncio.Queue[Delta], abort: Callable[[str], None]):
-        self.request_id = request_id
-        self._arrived, self._abort = arrived, abort
+    def __init__(self, samples: Samples, arrived: asyncio.Queue[Delta], abort: Callable[[str], None]):
+        self.request_id = samples.request_id
+        self._samples, self._arrived, self._abort = samples, arrived, abort
         self._is_done = False
 
     def __aiter__(self) -> DeltaStream:
@@ -273,12 +335,14 @@ class DeltaStream(AsyncIterator[Delta]):
     async def __anext__(self) -> Delta:
         if self._is_done:
             raise StopAsyncIteration
-        try:
-            delta = await self._arrived.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        self._is_done = delta.finish_reason is not None
+        delta = None
+        while delta is None:  # one that comes after its sample's end is nobody's
+            try:
+                delta = self._samples.take(await self._arrived.get())
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        self._is_done = self._samples.is_done
         return delta
 
     async def aclose(self) -> None:
@@ -290,6 +354,15 @@ class DeltaStream(AsyncIterator[Delta]):
     def __del__(self) -> None:
         if not self._is_done:
             self._abort(self.request_id)
+
+
+def _sample_name(request_id: str, index: int, n: int) -> str:
+    """The engine's own name of one sample."""
+    return request_id if n == 1 else f"{request_id}#{index}"
+
+
+def _deliver_sample(deliver: Callable[[Delta], None], request_id: str, index: int, delta: Delta) -> None:
+    deliver(dataclasses.replace(delta, request_id=request_id, index=index))
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

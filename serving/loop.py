@@ -1,22 +1,32 @@
-"""The engine's thread: takes requests in, runs prefill and decode steps, delivers tokens.
+"""The engine's thread: takes requests in, plans and dispatches steps, delivers tokens.
 
-It alone touches the devices and the scheduler. Other threads post requests and aborts and read counters.
+It alone touches the devices and the scheduler. Other threads post requests and aborts and read counters. Two decode
+steps are in flight: while one runs, the next is planned and dispatched, and results are read one step late.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 
+import jax
 import numpy as np
+from jaxtyping import Bool, Int32, UInt32
 
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.device import DecodeRows, DeviceEngine, PrefillRow
-from widemesh.serving.request import Delta, FinishReason
-from widemesh.serving.sampling import SamplingRows
-from widemesh.serving.scheduler import Request, Scheduler
+from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillRow
+from widemesh.serving.engine_request import Request
+from widemesh.serving.metrics import EngineMetrics, PageCounts
+from widemesh.serving.request import Delta, FinishReason, RequestError, Status, TokenLogprobs
+from widemesh.serving.sampling import RowLogprobs, SlotSettings, full_mask
+from widemesh.serving.scheduling import DecodePlan, PrefillPlan, RequestState, Scheduler, StepPlan
+from widemesh.serving.structured import ConstraintError
+
+_STEPS_IN_FLIGHT = 2
 
 _log = logging.getLogger(__name__)
 
@@ -33,12 +43,24 @@ class Counters:
 class EngineLoop:
     """Runs until `stop`. Requests in flight at that moment, and after a defect, end with abort or error."""
 
-    def __init__(self, config: EngineConfig, device: DeviceEngine, on_finish: Callable[[Request], None]):
-        self._config, self._device, self._on_finish = config, device, on_finish
-        self._scheduler = Scheduler(config)
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler[Request],
+        device: DeviceEngine,
+        on_finish: Callable[[Request], None],
+        metrics: EngineMetrics,
+    ):
+        self._config, self._scheduler, self._device = config, scheduler, device
+        self._on_finish, self._metrics = on_finish, metrics
+        self._settings = SlotSettings(config.max_num_seqs, device.model_config.vocab_size)
+        self._in_flight: collections.deque[tuple[DecodePlan, DecodeStep]] = collections.deque()
+        self._prefilling: collections.deque[tuple[PrefillPlan[Request], jax.Array]] = collections.deque()
+        self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
         self._wake = threading.Condition()
         self._inbox: list[Request] = []
-        self._aborts: set[str] = set()
+        self._aborts: dict[str, FinishReason] = {}
+        self._live: dict[str, Request] = {}
         self._is_stopping = False
         self.counters = Counters()
         self.failure: BaseException | None = None
@@ -61,18 +83,19 @@ class EngineLoop:
         return len(self._scheduler.waiting) + len(self._inbox)
 
     def post(self, request: Request) -> bool:
-        """Hand a request over. False: the loop has ended and will not take it."""
+        """Hand a request over. False: the loop has ended and will not take it. RequestError: the queue is full."""
         with self._wake:
             if self._is_stopping or self.failure is not None:
                 return False
+            self._check_queue(request)
             self._inbox.append(request)
             self._wake.notify()
             return True
 
-    def abort(self, request_id: str) -> None:
-        """End a request at the next step boundary."""
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request at the next step boundary, with another `reason` if its reader has found its end."""
         with self._wake:
-            self._aborts.add(request_id)
+            self._aborts.setdefault(request_id, reason)
             self._wake.notify()
 
     def stop(self) -> None:
@@ -83,114 +106,194 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _check_queue(self, request: Request) -> None:
+        most, most_tokens = self._config.max_num_queued_reqs, self._config.max_num_queued_tokens
+        if most is not None and self.num_waiting >= most:
+            raise RequestError("max_num_queued_reqs", most, "requests are waiting already; try again later",
+                               Status.UNAVAILABLE)  # fmt: skip
+        if most_tokens is not None:
+            tokens = self._scheduler.waiting.num_tokens + sum(len(r.prompt) for r in self._inbox)
+            if tokens + len(request.prompt) > most_tokens:
+                raise RequestError("max_num_queued_tokens", most_tokens,
+                                   f"would be passed by {len(request.prompt)} tokens on top of {tokens} that are "
+                                   "waiting already; try again later", Status.UNAVAILABLE)  # fmt: skip
+
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         reason = FinishReason.ABORT
         try:
             while self._take_in():
-                self._scheduler.admit()
-                self._prefill()
-                self._decode()
+                self._turn()
         except Exception as err:
             _log.exception("the engine has failed; every request in flight ends with an error")
             reason, self.failure = FinishReason.ERROR, err
         with self._wake:
             self._is_stopping = True
-            left = [*self._scheduler.waiting, *(r for r in self._scheduler.slots if r), *self._inbox]
+            left = [*self._live.values(), *self._inbox]
             self._inbox = []
         for request in left:
             self._finish(request, reason)
+        self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
 
     def _take_in(self) -> bool:
         """Move posted requests and aborts into the scheduler; sleep while there is nothing to do. False: stop."""
         with self._wake:
-            while not (self._is_stopping or self._inbox or self._aborts or self._has_work()):
+            while not (
+                self._is_stopping or self._inbox or self._aborts or self._scheduler.has_work or self._in_flight
+            ):
                 self._wake.wait()
             if self._is_stopping:
                 return False
             arrived, self._inbox = self._inbox, []
-            aborts, self._aborts = self._aborts, set()
-        self._scheduler.waiting.extend(arrived)
-        if aborts:
-            for request in [*self._scheduler.waiting, *(r for r in self._scheduler.slots if r)]:
-                if request.request_id in aborts:
-                    self._finish(request, FinishReason.ABORT)
+            aborts, self._aborts = self._aborts, {}
+        for request in arrived:
+            self._live[request.request_id] = request
+            try:
+                self._scheduler.submit(request)
+            except RequestError as err:  # it was checked when it was posted; somebody else has been quicker
+                _log.error("request %r: %s", request.request_id, err)
+                self._finish(request, FinishReason.ERROR)
+        for request_id, reason in aborts.items():
+            if request_id in self._live:
+                self._finish(self._live[request_id], reason)
         return True
 
-    def _has_work(self) -> bool:
-        return bool(self._scheduler.waiting) or self._scheduler.num_running > 0
+    def _turn(self) -> None:
+        """Plan and dispatch a step; read the result of the one before."""
+        start_s = time.monotonic()
+        # Decode does not wait for chunks that are still running: neither by loading what they make, nor behind more.
+        while self._prefilling and self._prefilling[0][1].is_ready():  # type: ignore[attr-defined]
+            self._scheduler.prefill_done(self._prefilling.popleft()[0])
+        hold = self._awaits_token if self._awaits_token.any() else None
+        plan = self._scheduler.plan_step(hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT)
+        self._dispatch(plan)
+        if self._in_flight and (plan.decode is None or len(self._in_flight) >= _STEPS_IN_FLIGHT):
+            self._settle(*self._in_flight.popleft())
+        elif plan.decode is None and self._prefilling:
+            self._prefilling[0][1].block_until_ready()
+        self._report(plan, time.monotonic() - start_s)
 
-    def _prefill(self) -> None:
-        """One chunk of every request that is being prefilled; those that are done move to their decode slot."""
-        work: list[PrefillRow | None] = []
+    def _dispatch(self, plan: StepPlan[Request]) -> None:
+        now_s = time.monotonic()
+        for request in plan.admitted:
+            if request.trace.started_s is None:
+                request.trace.started_s = now_s
+        for load in plan.loads:
+            self._device.load(load)
+        self._device.prefill_pages(plan.prefill_pages)
+        if plan.prefill is not None:
+            self._prefilling.append((plan.prefill, self._device.prefill_step(self._prefill_rows(plan.prefill))))
+        for request in plan.joined:
+            if request.decode_slot >= 0:
+                self._device.join(request.decode_slot, request.join_row(self._device.engram_hash.history_len))
+        if plan.decode is not None:
+            self._in_flight.append((plan.decode, self._decode(plan)))
+        elif len(plan.decode_pages):
+            self._device.decode_pages(plan.decode_pages)
+
+    def _prefill_rows(self, plan: PrefillPlan[Request]) -> list[PrefillRow | None]:
+        work: list[PrefillRow | None] = [None] * self._config.prefill_devices
         history_len = self._device.engram_hash.history_len
-        for request in self._scheduler.prefilling:
-            if request is None:
-                work.append(None)
-                continue
-            # The last prompt token is left to decode, which samples every output token.
-            last = min(request.computed + self._config.chunk_rows, len(request.prompt) - 1)
-            ids = request.prompt[request.computed : last]
-            work.append(PrefillRow(ids, request.computed, request.recent(request.computed, history_len)))
-            request.computed = last
-        if not any(work):
+        for i, request in enumerate(plan.requests):
+            start, length = int(plan.start[i]), int(plan.length[i])
+            work[int(plan.ranks[i])] = PrefillRow(
+                request.tokens[start : start + length],
+                start,
+                request.recent(start, history_len),
+                first=int(plan.window_start[i]),
+                write_from=int(plan.write_from[i]),
+                is_last=bool(plan.is_last[i]),
+            )
+        return work
+
+    def _decode(self, plan: StepPlan[Request]) -> DecodeStep:
+        assert plan.decode is not None
+        holders = [r for r in self._scheduler.decode.slots if r is not None and r.state is RequestState.RUNNING]
+        sampling, tallies = self._settings.sync((r.slot, r.epoch, r) for r in holders)
+        for row in tallies:
+            self._device.set_tally(row)
+        rows = np.where(plan.decode.is_active, self._config.decode_steps, 0).astype(np.int32)
+        mask = self._constrain(holders, plan.decode.is_active, rows)
+        return self._device.decode_step(rows, plan.decode_pages, sampling, mask)
+
+    def _constrain(
+        self, holders: list[Request], is_active: Bool[np.ndarray, "slots"], rows: Int32[np.ndarray, "slots"]
+    ) -> UInt32[np.ndarray, "slots W"] | None:
+        """Masks of constrained requests, which run a single row and then wait for what it drew."""
+        mask = None
+        for request in holders:
+            if request.constraint is not None and is_active[request.slot]:
+                if mask is None:
+                    mask = full_mask(len(rows), self._device.model_config.vocab_size)
+                mask[request.slot] = request.constraint.mask
+                rows[request.slot] = 1
+                self._awaits_token[request.slot] = True
+        return mask
+
+    def _settle(self, plan: DecodePlan, step: DecodeStep) -> None:
+        """Take in the result of a step and deliver its tokens."""
+        result = step.wait()
+        self._awaits_token[plan.is_active] = False
+        accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
+        self._metrics.generated(
+            [(r.trace, len(new)) for r, new in accepted if len(new) and result.is_finite[r.slot]], time.monotonic()
+        )
+        for request, new in accepted:
+            self._take_tokens(request, new, result)
+
+    def _take_tokens(self, request: Request, new: Int32[np.ndarray, "n"], result: DecodeResult) -> None:
+        slot = request.slot
+        if not result.is_finite[slot]:
+            _log.error("request %r: the model's logits are not finite", request.request_id)
+            del request.output[len(request.output) - len(new) :]
+            self._finish(request, FinishReason.ERROR)
             return
-        self._device.prefill_step(work)
-        for request in list(self._scheduler.prefilling):
-            if request is not None and request.computed == len(request.prompt) - 1:
-                rank = self._scheduler.prefilled(request)
-                self._device.hand_over(rank, request.computed, request.slot)
+        logprobs = _logprobs(result.logprobs, slot, len(new), request.sampling.logprobs)
+        self.counters.generated_tokens += len(new)
+        reason = self._end_of(request, new)
+        if reason is None:
+            if len(new):
+                self._deliver(request, new, None, logprobs)
+        else:
+            self._finish(request, reason, new, logprobs)
 
-    def _decode(self) -> None:
-        """One token of every request in a slot."""
-        decoding = self._scheduler.decoding
-        if not decoding:
-            return
-        tokens, is_finite = self._device.decode_step(self._control(decoding))
-        for request in decoding:
-            request.computed += 1
-            if not is_finite[request.slot]:
-                _log.error("request %r: the model's logits are not finite", request.request_id)
-                self._finish(request, FinishReason.ERROR)
-                continue
-            token = int(tokens[request.slot])
-            request.output.append(token)
-            self.counters.generated_tokens += 1
-            reason = self._scheduler.finish_reason(request, token)
-            if reason is None:
-                self._deliver(request, [token], None)
-            else:
-                self._finish(request, reason, [token])
+    def _end_of(self, request: Request, new: Int32[np.ndarray, "n"]) -> FinishReason | None:
+        """Why a request ends with its newest tokens, the end of its constraint included."""
+        reason = FinishReason.LENGTH if request.is_at_limit else None
+        if len(new) and int(new[-1]) in request.stop_token_ids:  # the device runs nothing behind one
+            reason = FinishReason.STOP
+        if request.constraint is None or reason is FinishReason.STOP:
+            return reason
+        try:
+            for token in new.tolist():
+                request.constraint.advance(token)
+        except ConstraintError as err:
+            _log.error("request %r: %s", request.request_id, err)
+            return FinishReason.ERROR
+        return FinishReason.STOP if request.constraint.is_done else reason
 
-    def _control(self, decoding: list[Request]) -> DecodeRows:
-        slots = self._config.max_num_seqs
-        history_len = self._device.engram_hash.history_len
-        ids, positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        is_active = np.zeros(slots, bool)
-        history = np.full((slots, history_len), -1, np.int32)
-        temperature, top_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
-        top_k, seed = np.zeros(slots, np.int32), np.zeros(slots, np.uint32)
-        for request in decoding:
-            slot, sampling = request.slot, request.sampling
-            ids[slot], positions[slot], is_active[slot] = request.last_token, request.position, True
-            history[slot] = request.recent(request.position, history_len)
-            temperature[slot] = 0.0 if sampling.is_greedy else sampling.temperature
-            top_p[slot], top_k[slot] = sampling.top_p, sampling.top_k
-            seed[slot] = request.seed & 0xFFFFFFFF
-        rows = SamplingRows(temperature, top_k, top_p, seed)  # type: ignore[arg-type]
-        return DecodeRows(ids, positions, is_active, history, rows)
-
-    def _finish(self, request: Request, reason: FinishReason, new: Iterable[int] = ()) -> None:
-        self._scheduler.remove(request)
+    def _finish(
+        self, request: Request, reason: FinishReason, new: Iterable[int] = (), logprobs: TokenLogprobs | None = None
+    ) -> None:
+        if request.arrival >= 0:  # the scheduler has it
+            self._scheduler.finish(request, reason)
+        self._live.pop(request.request_id, None)
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
+        self._metrics.finished(request.trace, reason, time.monotonic())
         self._on_finish(request)
-        self._deliver(request, new, reason)
+        self._deliver(request, new, reason, logprobs)
 
-    def _deliver(self, request: Request, new: Iterable[int], reason: FinishReason | None) -> None:
+    def _deliver(
+        self,
+        request: Request,
+        new: Iterable[int],
+        reason: FinishReason | None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
         token_ids = np.fromiter(new, np.int32)
-        matched = int(token_ids[-1]) if reason is FinishReason.STOP else None
+        is_stop = reason is FinishReason.STOP and bool(len(token_ids)) and int(token_ids[-1]) in request.stop_token_ids
         request.deliver(
             Delta(
                 request_id=request.request_id,
@@ -198,6 +301,36 @@ class EngineLoop:
                 finish_reason=reason,
                 prompt_tokens=len(request.prompt),
                 completion_tokens=len(request.output),
-                matched_token_id=matched,
+                cached_tokens=request.hit_tokens,
+                matched_token_id=int(token_ids[-1]) if is_stop else None,
+                logprobs=logprobs,
             )
         )
+
+    def _report(self, plan: StepPlan[Request], step_s: float) -> None:
+        scheduler = self._scheduler
+        pages = {
+            name: PageCounts(
+                used=sum(pool.num_used for pool in side.pools),
+                cached=sum(pool.num_cached for pool in side.pools),
+                free=sum(pool.num_free for pool in side.pools),
+            )
+            for name, side in (("prefill", scheduler.prefill), ("decode", scheduler.decode))
+        }
+        self._metrics.cache(pages=pages, prefix_queries=scheduler.prefill.asked_tokens,
+                            prefix_hits=scheduler.prefill.hit_tokens,
+                            preemptions=scheduler.num_preemptions)  # fmt: skip
+        rows = 0 if plan.prefill is None else int(plan.prefill.length.sum())
+        self._metrics.step(running=self.num_running, waiting=self.num_waiting, prompt_rows=rows, step_s=step_s)
+
+
+def _logprobs(step: RowLogprobs | None, slot: int, count: int, asked: int | None) -> TokenLogprobs | None:
+    """A slot's part of a step's log-probabilities, copied; None if the request did not ask."""
+    if step is None or asked is None:
+        return None
+    return TokenLogprobs(
+        chosen=np.array(step.chosen[slot, :count]),
+        ranks=np.array(step.rank[slot, :count]),
+        top_ids=np.array(step.top_ids[slot, :count, :asked]),
+        top=np.array(step.top[slot, :count, :asked]),
+    )

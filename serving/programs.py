@@ -1,29 +1,31 @@
-"""The device programs of the engine: prefill a chunk, hand a request over, take it in, decode a step.
+"""The device programs of the engine: encode a chunk, run its tail, hand a request over, take it in, decode.
 
-Each is one pure function under one shard_map over its mesh, written per rank, with the cache donated. B slots of a
-rank, S rows, R ranks.
+Each is one pure function under one shard_map over its mesh, written per rank, with the state donated. B slots of a
+rank, S rows, R ranks, P pages of a table.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, UInt8, UInt32
 
-from widemesh.model.cache import Cache, LayerCache, SourceCache
+from widemesh.model.cache import Cache, LayerCache
 from widemesh.model.config import ModelConfig
+from widemesh.model.engram_device_hash import EngramDeviceHash
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
-from widemesh.model.transformer import Transformer
-from widemesh.serving.sampling import SamplingRows, sample
+from widemesh.model.transformer import Boundary, Transformer
+from widemesh.serving.decode_state import DecodeState
+from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, write_tally
 from widemesh.sharding import EP_AXIS, AllGatherExchange, partition_spec
 
 _PER_RANK = PartitionSpec(EP_AXIS)
@@ -33,10 +35,21 @@ _EVERYWHERE = PartitionSpec()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Result of a decode step."""
+    """Result of a decode step of k rows, one after the other."""
 
-    tokens: Int32[Array, "B"]
-    is_finite: Bool[Array, "B"]  # False: the logits held NaN or infinity, the token means nothing
+    tokens: Int32[Array, "B k"]
+    count: Int32[Array, "B"]  # how many of them a slot has drawn
+    is_finite: Bool[Array, "B"]  # False: some logits held NaN or infinity, the tokens mean nothing
+    logprobs: RowLogprobs  # [B, k, ...]; of slots that asked for them
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HandOver:
+    """What moves from one mesh to the other for one request."""
+
+    pages: UInt8[Array, "n page_bytes"]
+    layers: tuple[LayerCache, ...]  # [1, ...] each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,56 +62,153 @@ class Programs:
     mesh: Mesh
     max_len: int  # tokens a slot has room for
 
-    def prefill(self, rows: int) -> Callable[[nnx.State[Any, Any], Cache, Rows, RopeTables], Cache]:
-        """Run `rows` rows of each rank's request and return the new cache. No logits: decode samples every token."""
+    # --- prefill --------------------------------------------------------------------------------------------------
 
-        def step(parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables) -> Cache:
-            model = nnx.merge(self.graph, parameters)
-            _, cache = model(cache, StepContext(batch, rope, self._settings(rows)))
-            return cache
+    def prefill(self, rows: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
+        """(parameters, cache, rows, rope) -> (length, cache): all layers on all rows.
 
-        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), _PER_RANK)
-
-    def decode(
-        self,
-    ) -> Callable[[nnx.State[Any, Any], Cache, Rows, SamplingRows, RopeTables], tuple[Cache, Sampled]]:
-        """Run one row of every slot and sample the token that follows it."""
-
-        def step(
-            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, sampling: SamplingRows, rope: RopeTables
-        ) -> tuple[Cache, Sampled]:
-            model = nnx.merge(self.graph, parameters)
-            context = StepContext(batch, rope, self._settings(1))
-            hidden, cache = model(cache, context)
-            logits = model.logits(hidden[:, 0], context)
-            tokens = sample(logits, sampling, batch.start + 1)
-            return cache, Sampled(tokens, jnp.all(jnp.isfinite(logits), axis=-1))
-
-        return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), _PER_RANK)
-
-    def import_state(self) -> Callable[[Cache, Cache, Int32[Array, "R"]], Cache]:
-        """Write one handed-over request per rank into a slot; a slot of -1 writes nothing.
-
-        The second argument is a hand-over as `export_state` makes it, one request per rank.
+        No logits: decode samples every token. The returned lengths say, by being there, that the step has run; the
+        cache itself may be donated to the next step by then.
         """
 
-        def step(cache: Cache, handed: Cache, slot: Int32[Array, "1"]) -> Cache:
-            return jax.tree.map(functools.partial(_write_slot, slot[0]), cache, handed)
+        def step(
+            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables
+        ) -> tuple[Int32[Array, "1"], Cache]:
+            model = nnx.merge(self.graph, parameters)
+            _, cache = model(cache, self._context(batch, rope, rows))
+            return batch.length, cache
 
-        specs = (_PER_RANK, _PER_RANK, _PER_RANK)
-        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=_PER_RANK, check_vma=False)
-        return jax.jit(mapped, donate_argnums=0, out_shardings=self.sharding())
+        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
-    def _settings(self, rows: int) -> StepSettings:
-        return StepSettings(
+    def encode(self, rows: int) -> Callable[..., tuple[Boundary, Cache]]:
+        """(parameters, cache, rows, rope) -> (boundary, cache): what later tokens need of a chunk."""
+
+        def step(
+            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables
+        ) -> tuple[Boundary, Cache]:
+            return nnx.merge(self.graph, parameters).encode(cache, self._context(batch, rope, rows))
+
+        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+
+    def tail(self, count: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
+        """(parameters, cache, boundary, rows, rope) -> (length, cache): later layers on a chunk's last `count` rows.
+
+        `rows` is the chunk, with length 0 where the prompt goes on after it. Lengths as in `prefill`.
+        """
+
+        def step(
+            parameters: nnx.State[Any, Any], cache: Cache, boundary: Boundary, batch: Rows, rope: RopeTables
+        ) -> tuple[Int32[Array, "1"], Cache]:
+            model = nnx.merge(self.graph, parameters)
+            boundary, batch = boundary.last_rows(batch, count)
+            _, cache = model.tail(boundary, cache, self._context(batch, rope, count))
+            return batch.length, cache
+
+        return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+
+    # --- decode ---------------------------------------------------------------------------------------------------
+
+    def decode(self, steps: int) -> Callable[..., tuple[Cache, DecodeState, Tally, Sampled]]:
+        """(parameters, cache, state, tally, control, writes, sampling, mask, hash, rope) -> new state and tokens.
+
+        Runs up to `steps` rows of every slot, one after the other: `control` [B] says how many at most, and a slot
+        that ends runs no more. `writes` [n, 3] are new entries of the page tables (slot, place, page), a slot of -1
+        for none. `mask` has a bit per token that a slot's constraint allows.
+        """
+
+        def one(
+            model: Transformer, cache: Cache, state: DecodeState, tally: Tally, runs: Bool[Array, "B"],
+            sampling: SamplingRows, mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables,
+        ) -> tuple[Cache, DecodeState, Tally, Int32[Array, "B"], Bool[Array, "B"], RowLogprobs]:  # fmt: skip
+            tokens, nothing = state.token[:, None], jnp.zeros_like(state.position)
+            none = jnp.zeros((*tokens.shape, 0, 0), jnp.int32)
+            engram = none if hash_ is None else hash_.rows(tokens, state.tail)
+            context = self._context(
+                Rows(tokens, state.position, runs.astype(jnp.int32), engram, nothing, nothing), rope, 1
+            )
+            hidden, cache = model(cache, context)
+            logits = model.logits(hidden[:, 0], context)
+            draw, tally = sample(logits, sampling, mask, tally, state.position + 1, runs)
+            state = state.advance(draw.tokens, runs)
+            return cache, state, tally, draw.tokens, jnp.all(jnp.isfinite(logits), axis=-1), draw.logprobs
+
+        def step(
+            parameters: nnx.State[Any, Any], cache: Cache, state: DecodeState, tally: Tally,
+            control: Int32[Array, "B"], writes: Int32[Array, "1 n 3"], sampling: SamplingRows,
+            mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables,
+        ) -> tuple[Cache, DecodeState, Tally, Sampled]:  # fmt: skip
+            model = nnx.merge(self.graph, parameters)
+            cache = _write_table(cache, writes[0])
+
+            def body(carry: Any, row: Int32[Array, ""]) -> Any:
+                cache, state, tally = carry
+                runs = (row < control) & ~state.is_done
+                cache, state, tally, tokens, finite, logprobs = one(
+                    model, cache, state, tally, runs, sampling, mask, hash_, rope
+                )
+                return (cache, state, tally), (tokens, runs, finite | ~runs, logprobs)
+
+            carry = (cache, state, tally)
+            if steps == 1:
+                carry, out = body(carry, jnp.int32(0))
+                tokens, runs, finite, logprobs = jax.tree.map(lambda x: x[None], out)
+            else:
+                carry, (tokens, runs, finite, logprobs) = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
+            by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (tokens, logprobs))
+            count = jnp.sum(runs, axis=0, dtype=jnp.int32)
+            return *carry, Sampled(by_slot[0], count, jnp.all(finite, axis=0), by_slot[1])
+
+        specs = (*[_PER_RANK] * 7, _EVERYWHERE, _EVERYWHERE)
+        return self._jit(step, specs, (_PER_RANK,) * 4, donated=(1, 2, 3))
+
+    def join(self) -> Callable[[DecodeState, Int32[Array, "R"], Int32[Array, "R width"]], DecodeState]:
+        """Write one slot per rank of the decode state; a slot of -1 writes nothing."""
+        return self._map(DecodeState.join, 3, donated=0)
+
+    def write_tally(self) -> Callable[..., Tally]:
+        """Set one slot per rank of the penalties' counts; a slot of -1 sets none."""
+        return self._map(write_tally, 4, donated=0)
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def write_table(self) -> Callable[[Cache, Int32[Array, "R n 3"]], Cache]:
+        """Set entries of the page tables: (slot, place, page); a slot of -1 sets none."""
+        return self._map(lambda cache, writes: _write_table(cache, writes[0]), 2, donated=0)
+
+    def import_state(self) -> Callable[[Cache, HandOver, Int32[Array, "R"], Int32[Array, "R n"]], Cache]:
+        """Write one handed-over request per rank into a slot and pages; a slot of -1 writes nothing.
+
+        The hand-over is one as `export_state` makes it, with n pages, one request per rank. Pages past the end of the
+        pool are dropped.
+        """
+
+        def step(cache: Cache, handed: HandOver, slot: Int32[Array, "1"], pages: Int32[Array, "1 n"]) -> Cache:
+            place = jnp.where(slot[0] < 0, cache.table.shape[0], slot[0])  # past the end = dropped
+            layers = jax.tree.map(
+                lambda whole, part: whole.at[place].set(part[0], mode="drop"), cache.layers, handed.layers
+            )
+            stored = cache.pages.at[pages[0]].set(handed.pages, mode="drop")
+            return dataclasses.replace(cache, pages=stored, layers=layers)
+
+        return self._map(step, 4, donated=0)
+
+    def _context(self, rows: Rows, rope: RopeTables, count: int) -> StepContext:
+        settings = StepSettings(
             numerics=self.numerics,
-            selection=selection_form(rows, self.numerics),
+            selection=selection_form(count, self.numerics),
             start_bound=self.max_len - 1,
             exchange=AllGatherExchange(axis=EP_AXIS),
         )
+        return StepContext(rows, rope, settings)
+
+    def _map(self, step: Callable[..., Any], arguments: int, *, donated: int) -> Callable[..., Any]:
+        """A program without parameters whose every argument and result has one part per rank."""
+        specs = (_PER_RANK,) * arguments
+        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=_PER_RANK, check_vma=False)
+        return jax.jit(mapped, donate_argnums=donated, out_shardings=self.sharding())
 
     def _jit(
-        self, step: Callable[..., Any], specs: tuple[PartitionSpec, ...], out: PartitionSpec
+        self, step: Callable[..., Any], specs: tuple[PartitionSpec, ...], out: Any, donated: tuple[int, ...] = (1,)
     ) -> Callable[..., Any]:
         _, state = nnx.split(Transformer(self.config))
         parameters = jax.tree.map(
@@ -108,30 +218,19 @@ class Programs:
         )
         mapped = jax.shard_map(step, mesh=self.mesh, in_specs=(parameters, *specs), out_specs=out, check_vma=False)
         # Named, because XLA reports arrays without elements as replicated.
-        return jax.jit(mapped, donate_argnums=1, out_shardings=self.sharding(out))
+        shardings = jax.tree.map(self.sharding, out, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.jit(mapped, donate_argnums=donated, out_shardings=shardings)
 
     def sharding(self, spec: PartitionSpec = _PER_RANK) -> NamedSharding:
         """Layout of an array with one part per rank (or `spec`)."""
         return NamedSharding(self.mesh, spec)
 
 
-def export_state(cache: Cache, tokens: int, config: ModelConfig) -> Cache:
-    """State of one slot ([1, ...] arrays) that a request of up to `tokens` tokens can have written."""
-    layers = []
-    for role, layer in zip(config.roles, cache, strict=True):
-        source = tuple(
-            SourceCache(
-                part.entries[:, : tokens // role.ratio], part.index_keys[:, : tokens // role.ratio], part.pending
-            )
-            for part in layer.source
-        )
-        layers.append(LayerCache(layer.window, source))
-    return tuple(layers)
+def export_state(cache: Cache, pages: Int32[Array, "n"]) -> HandOver:
+    """State of a rank with a single slot: its rings, and the pages with these ids."""
+    return HandOver(cache.pages[pages], cache.layers)
 
 
-def _write_slot(slot: Int32[Array, ""], whole: Array, part: Array) -> Array:
-    """Write `part` [1, n, ...] over the first n rows of a slot of `whole` [B, N, ...]."""
-    place = jnp.where(slot < 0, whole.shape[0], slot)  # past the end = dropped
-    if part.ndim == 1:
-        return whole.at[place].set(part[0], mode="drop")
-    return whole.at[place, : part.shape[1]].set(part[0], mode="drop")
+def _write_table(cache: Cache, writes: Int32[Array, "n 3"]) -> Cache:
+    slot = jnp.where(writes[:, 0] < 0, cache.table.shape[0], writes[:, 0])  # past the end = dropped
+    return dataclasses.replace(cache, table=cache.table.at[slot, writes[:, 1]].set(writes[:, 2], mode="drop"))

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from widemesh.model.cache import Cache
+from widemesh.serving.programs import HandOver
 
 
 def take_rank(cache: Cache, rank: int) -> Cache:
@@ -33,7 +34,7 @@ class InProcessTransfer:
         self._idle: dict[tuple[tuple[int, ...], str, int], jax.Array] = {}
         self.moved_bytes = 0
 
-    def send(self, handed: Cache, rank: int, sharding: NamedSharding) -> Cache:
+    def send(self, handed: HandOver, rank: int, sharding: NamedSharding) -> HandOver:
         """Hand-over for the import program: `handed` on decode rank `rank`, idle arrays elsewhere."""
 
         def place(part: jax.Array) -> jax.Array:

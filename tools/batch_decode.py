@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 from jaxtyping import Int32
 
-from widemesh.serving.request import RequestError, SamplingParams
+from widemesh.serving.request import Delta, RequestError, SamplingParams
+from widemesh.serving.stop_strings import StopText
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
@@ -50,6 +51,8 @@ def parse_line(line: bytes, defaults: SamplingParams) -> tuple[str | Int32[np.nd
         raise RequestError("prompt", fields.get("prompt"), "must be there, or prompt_token_ids, and not both")
     overrides = {name: _coerce(name, fields[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in fields}
     sampling = dataclasses.replace(defaults, **overrides)
+    if sampling.n > 1:
+        raise RequestError("n", sampling.n, "is not offered in a file of prompts; repeat the line with other seeds")
     if "prompt" in fields:
         prompt = fields["prompt"]
         if not isinstance(prompt, str) or not prompt:
@@ -106,15 +109,23 @@ async def _decode(
 
 async def _decode_line(engine: Engine, line: bytes, defaults: SamplingParams) -> dict[str, Any]:
     prompt, sampling = parse_line(line, defaults)
-    token_ids: list[int] = []
-    finish_reason = None
-    async with contextlib.aclosing(engine.stream(prompt, sampling)) as deltas:
-        async for delta in deltas:
-            token_ids += delta.token_ids.tolist()
-            finish_reason = delta.finish_reason
-    shown = [i for i in token_ids if i not in sampling.stop_token_ids]  # only the last can be one
-    text = engine.tokenizer.decode(shown, skip_special_tokens=True)
-    return {"text": text, "token_ids": token_ids, "finish_reason": str(finish_reason)}
+    deltas: list[Delta] = []
+    async with contextlib.aclosing(engine.stream(prompt, sampling)) as stream:
+        async for delta in stream:
+            deltas.append(delta)
+    whole = Delta.join(deltas)
+    token_ids = whole.token_ids.tolist()
+    text = StopText(engine.tokenizer, sampling)
+    text.feed([i for i in token_ids if i not in sampling.stop_token_ids])  # only the last can be one
+    text.flush()
+    result = {"text": text.text, "token_ids": token_ids, "finish_reason": str(whole.finish_reason)}
+    if whole.logprobs is not None:
+        result["logprobs"] = whole.logprobs.chosen.tolist()
+        result["top_logprobs"] = [
+            dict(zip(ids, values, strict=True))
+            for ids, values in zip(whole.logprobs.top_ids.tolist(), whole.logprobs.top.tolist(), strict=True)
+        ]
+    return result
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
@@ -146,8 +157,12 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
         return float(value) if abs(value) < 1e300 else float("inf")
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind == "tuple[int, ...]" and isinstance(value, list):
-        return tuple(_coerce(name, item, "int") for item in value)
+    if kind.startswith("str") and isinstance(value, str):
+        return value
+    if kind in ("tuple[int, ...]", "tuple[str, ...]") and isinstance(value, list):
+        return tuple(_coerce(name, item, kind[6:9]) for item in value)
+    if kind.startswith("Mapping[int, float]") and isinstance(value, dict) and all(k.isdecimal() for k in value):
+        return {int(key): _coerce(name, item, "float") for key, item in value.items()}
     raise RequestError(name, value, f"must be of type {kind}")
 
 

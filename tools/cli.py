@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "demo": Command("widemesh.tools.demo:Demo", "serve a small embedded model and send prompts to it"),
     "init-tiny": Command("widemesh.tools.init_tiny:InitTiny", "write a small checkpoint with random weights"),
     "logits": Command("widemesh.tools.logits:Logits", "write the logits of every position of given token ids"),
+    "memory": Command("widemesh.tools.memory:Memory", "print how much memory an engine will hold"),
     "bench": {
         "prefill-peer": Command("widemesh.tools.bench.prefill_peer:PrefillPeer", "time one prefill and its floor"),
     },

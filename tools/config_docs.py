@@ -23,6 +23,7 @@ import tyro
 
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig
+from widemesh.serving.metrics_endpoint import MetricsConfig
 from widemesh.serving.request import SamplingParams
 from widemesh.tools.cli import COMMANDS, Command
 
@@ -33,6 +34,7 @@ SETTINGS: Mapping[type, str] = {
         "`widemesh generate --file` they begin with `--engine.`, except `--model`. In Python: `EngineConfig(...)`."
     ),
     ServerConfig: "Flags of `widemesh serve`. In Python: `ServerConfig(...)`.",
+    MetricsConfig: "Flags of `widemesh serve`. In Python: a `MetricsEndpoint`, with `engine.metrics` added.",
     SamplingParams: (
         "Flags of `widemesh generate`, fields of a line of its `--file`, and fields of the protocol's "
         "`SamplingParams`. In Python: `SamplingParams(...)`."
@@ -183,6 +185,8 @@ def _type_text(hint: Any) -> str:
         return " | ".join(map(str, args))
     if origin is tuple:
         return f"{_type_text(args[0])}, ..."
+    if origin is Mapping:
+        return f"{_type_text(args[0])}: {_type_text(args[1])}, ..."
     if hint is type(None):
         return "none"
     return {"str": "text", "Path": "path"}.get(hint.__name__, hint.__name__)

@@ -53,7 +53,11 @@ class Generate:
         """Raise ConfigError for flags that do not go together."""
         if (self.prompt is None) == (self.file is None):
             raise ConfigError("give --prompt TEXT to ask a server, or --file PROMPTS.jsonl to decode without one")
+        if self.sampling.n > 1:
+            raise ConfigError(f"--n={self.sampling.n}: this command prints one sample; run it again with other seeds")
         if self.prompt is not None:
+            if self.sampling.logprobs is not None:
+                raise ConfigError(f"--logprobs={self.sampling.logprobs} goes with --file; leave it out with --prompt")
             for flag, value in (("--model", self.engine.model), ("--out", self.out)):
                 if value:
                     raise ConfigError(f"{flag}={str(value)!r} goes with --file; leave it out when you ask a server")

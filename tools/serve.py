@@ -13,11 +13,14 @@ import tyro
 from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig, serve
+from widemesh.serving.metrics_endpoint import MetricsConfig, MetricsEndpoint
 from widemesh.tools.logs import log_to_stderr
 from widemesh.tools.settings import parse_with_file
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,25 +36,35 @@ class Serve:
 
     engine: tyro.conf.OmitArgPrefixes[EngineFlags]
     server: tyro.conf.OmitArgPrefixes[ServerConfig]
+    metrics: tyro.conf.OmitArgPrefixes[MetricsConfig]
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None  # YAML file of these settings; flags win
 
     @classmethod
     def parse(cls, prog: str, args: Sequence[str]) -> Serve:
         """Read flags and the file of `--config`. Raises ConfigError; exits with status 2 on wrong flags."""
-        parsed = parse_with_file(cls, prog, args, (EngineFlags, ServerConfig))
+        parsed = parse_with_file(cls, prog, args, (EngineFlags, ServerConfig, MetricsConfig))
         if not parsed.engine.model:
             raise ConfigError(f"the checkpoint folder is missing; use `{prog} DIR`")
         return parsed
 
     def run(self) -> None:
         log_to_stderr()
-        serve(self._make_engine, self.server, on_ready=self._report)
+        page = MetricsEndpoint()
+        try:
+            if self.metrics.metrics_port is not None:
+                host, port = self.server.host, page.start(self.metrics.metrics_port, self.server.host)
+                _log.info("metrics at http://%s:%d/metrics", host, port)
+            serve(lambda: self._make_engine(page), self.server, on_ready=self._report)
+        finally:
+            page.close()
 
-    def _make_engine(self) -> Engine:
-        from widemesh.serving.engine import Engine  # imports jax: only once the port is ours
+    def _make_engine(self, page: MetricsEndpoint) -> Engine:
+        from widemesh.serving.engine import Engine  # imports jax: only once the ports are ours
 
-        logging.getLogger(__name__).info("loading %s", self.engine.model)
-        return Engine(self.engine)
+        _log.info("loading %s", self.engine.model)
+        engine = Engine(self.engine)
+        page.add(engine.metrics)
+        return engine
 
     def _report(self, port: int) -> None:
         name = self.engine.served_model_name or self.engine.model

@@ -22,6 +22,7 @@ def attend_mask(
     q: Float[Array, "B S N H"],
     window_kv: Float[Array, "B WS H"],
     start: Int32[Array, "B"],
+    first: Int32[Array, "B"],
     entries: Float[Array, "B L H"],
     mask: Bool[Array, "B S L"],
     sink: Float[Array, "N"],
@@ -30,23 +31,23 @@ def attend_mask(
     ratio: int,
     start_bound: int,
 ) -> Float[Array, "B S N H"]:
-    """Attention over all keys with the unselected ones masked. Layout of `window_kv` as in `attend_indices`.
+    """Attention over all keys with the unselected ones masked. Layout of `window_kv` as in `attend_gathered`.
 
     `start_bound` is a static bound on `start`: a block ending before row b reads at most (start_bound + b) // ratio
     entries, those of the tier it is in (`row_blocks`).
     """
     b, _, n, h = q.shape
 
-    def attend(first: Int32[Array, ""] | int, rows: int, limit: int) -> Float[Array, "B rows N H"]:
-        near = lax.dynamic_slice_in_dim(window_kv, first, rows + window - 1, axis=1)
+    def attend(begin: Int32[Array, ""] | int, rows: int, limit: int) -> Float[Array, "B rows N H"]:
+        near = lax.dynamic_slice_in_dim(window_kv, begin, rows + window - 1, axis=1)
         column, row = jnp.arange(rows + window - 1), jnp.arange(rows)[:, None]
         band = (column >= row) & (column < row + window)  # [rows, columns]
-        exists = start[:, None] - (window - 1) + first + column >= 0  # [B, columns]
-        selected = lax.dynamic_slice(mask, (0, first, 0), (b, rows, limit))
+        exists = start[:, None] - (window - 1) + begin + column >= first[:, None]  # [B, columns]
+        selected = lax.dynamic_slice(mask, (0, begin, 0), (b, rows, limit))
         keys = jnp.concatenate([near, entries[:, :limit]], axis=1)
         seen = jnp.concatenate([band & exists[:, None], selected], axis=2)
 
-        qb = lax.dynamic_slice_in_dim(q, first, rows, axis=1).reshape(b, rows * n, h) * h**-0.5
+        qb = lax.dynamic_slice_in_dim(q, begin, rows, axis=1).reshape(b, rows * n, h) * h**-0.5
         scores = jnp.einsum("bqh,bkh->bqk", qb, keys).reshape(b, rows, n, -1)
         scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
         top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _FLOOR)

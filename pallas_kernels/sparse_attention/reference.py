@@ -17,31 +17,29 @@ _FLOOR = -1e30  # of the running maximum: a row without keys gives zeros, not Na
 _ROUNDED_BLOCK = 64  # slots per online-softmax block of the released kernel; only visible under bf16 rounding
 
 
-def attend_indices(
+def attend_gathered(
     q: Float[Array, "B S N H"],
     window_kv: Float[Array, "B WS H"],
     start: Int32[Array, "B"],
-    entries: Float[Array, "B L H"],
-    indices: Int32[Array, "B S k"],
+    first: Int32[Array, "B"],
+    entries: Float[Array, "B S k H"],
+    exists: Bool[Array, "B S k"],
     sink: Float[Array, "N"],
     *,
     window: int,
     bf16_rounding: bool = False,
 ) -> Float[Array, "B S N H"]:
-    """Attention by gathering.
+    """Attention over entries gathered for each row; those that do not exist must still be finite.
 
     `window_kv` holds the rows at positions start - (window - 1) .. start + S - 1, so row i of the queries (position
-    start + i) sees window rows i .. i + window - 1, those at negative positions excepted.
+    start + i) sees window rows i .. i + window - 1, those at positions before `first` excepted.
     """
-    b, s, _, h = q.shape
+    s, h = q.shape[1], q.shape[3]
     rows = jnp.arange(s)[:, None] + jnp.arange(window)[None]  # [S, W]
     keys = window_kv[:, rows]  # [B, S, W, H]
-    seen = (start[:, None, None] - (window - 1) + rows[None]) >= 0
-    if indices.shape[-1]:
-        safe = jnp.maximum(indices, 0)
-        gathered = jnp.take_along_axis(entries, safe.reshape(b, -1, 1), axis=1).reshape(b, s, -1, h)
-        keys = jnp.concatenate([keys, gathered], axis=2)
-        seen = jnp.concatenate([seen, indices >= 0], axis=2)
+    seen = (start[:, None, None] - (window - 1) + rows[None]) >= first[:, None, None]
+    keys = jnp.concatenate([keys, entries], axis=2)
+    seen = jnp.concatenate([seen, exists], axis=2)
     scores = jnp.einsum("bsnh,bskh->bsnk", q, keys) * h**-0.5
     scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
     if bf16_rounding:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from widemesh.serving.grpc import tokenizer_bundle
 from widemesh.serving.grpc.convert import write_sampling
 from widemesh.serving.request import SamplingParams
-from widemesh.serving.tokens import Detokenizer
+from widemesh.serving.stop_strings import StopText
 
 MAX_BUNDLE_BYTES = 256 * 1024 * 1024
 
@@ -30,11 +30,15 @@ class ServerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What arrived at one time. The last piece of a request has a finish_reason; its text may be empty."""
+    """What arrived at one time. The last piece of a sample has a finish_reason; its text may be empty."""
 
-    text: str  # whole characters only
+    text: str  # whole characters only, and nothing that may still become a stop string
     token_ids: tuple[int, ...] = ()
+    index: int = 0  # which of the request's samples
+    logprobs: tuple[float, ...] = ()  # of token_ids, if asked for
+    top_logprobs: tuple[dict[int, float], ...] = ()  # per token the most likely ones, best first, if asked for
     finish_reason: str | None = None
+    matched_stop: str | None = None  # the stop string that ended it
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -84,10 +88,12 @@ class Client:
     ) -> AsyncGenerator[Piece]:
         """Stream one request. Leaving the iteration early cancels it on the server. Raises ServerError.
 
-        The text has no special tokens and not the stop token that ended it; `token_ids` has both.
+        The text has no special tokens, unless asked for, and neither the stop token nor the stop string that ended it;
+        `token_ids` has them all. Pieces of several samples interleave.
         """
         sampling = sampling or SamplingParams()
-        detokenizer = Detokenizer(await self.fetch_tokenizer())
+        tokenizer = await self.fetch_tokenizer()
+        texts = [StopText(tokenizer, sampling) for _ in range(sampling.n)]
         request = pb.GenerateRequest(request_id=request_id, stream=True, sampling_params=write_sampling(sampling))
         if isinstance(prompt, str):
             request.text = prompt
@@ -98,13 +104,32 @@ class Client:
             async for response in call:
                 if response.HasField("chunk"):
                     chunk = response.chunk
-                    text = detokenizer.feed(i for i in chunk.token_ids if i not in sampling.stop_token_ids)
-                    yield Piece(text=text, token_ids=tuple(chunk.token_ids), prompt_tokens=chunk.prompt_tokens,
-                                cached_tokens=chunk.cached_tokens)
+                    text = texts[chunk.index]
+                    text.feed([i for i in chunk.token_ids if i not in sampling.stop_token_ids])
+                    yield Piece(
+                        text=text.take(),
+                        token_ids=tuple(chunk.token_ids),
+                        index=chunk.index,
+                        logprobs=tuple(chunk.output_logprobs.token_logprobs),
+                        top_logprobs=tuple(
+                            dict(zip(top.token_ids, top.values, strict=True))
+                            for top in chunk.output_logprobs.top_logprobs
+                        ),
+                        prompt_tokens=chunk.prompt_tokens,
+                        cached_tokens=chunk.cached_tokens,
+                    )
                 else:  # its ids repeat the last chunk's
                     done = response.complete
-                    yield Piece(text=detokenizer.flush(), finish_reason=done.finish_reason,
-                                prompt_tokens=done.prompt_tokens, cached_tokens=done.cached_tokens)
+                    text = texts[done.index]
+                    text.flush()
+                    yield Piece(
+                        text=text.take(),
+                        index=done.index,
+                        finish_reason=done.finish_reason,
+                        matched_stop=done.matched_stop_str if done.HasField("matched_stop_str") else None,
+                        prompt_tokens=done.prompt_tokens,
+                        cached_tokens=done.cached_tokens,
+                    )
         except grpc.aio.AioRpcError as err:
             raise self._error(err) from None
         finally:

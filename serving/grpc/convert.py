@@ -1,8 +1,8 @@
 """Protocol messages to what the engine takes, and back. One table says what becomes of every field.
 
-A field is *used*, *left to the client* (it is about showing text, which clients do), or *refused*: a field that is set
-and not supported is never ignored. Unset fields, and zero in fields that cannot tell zero from unset, take the default
-of `SamplingParams`.
+A field is *used*, *granted* (it asks for what is done anyhow), *left to the client* (it is about showing text, which
+clients do), or *refused*: a field that is set and not supported is never ignored. Unset fields, and zero in fields
+that cannot tell zero from unset, take the default of `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Granted:
+    """The field asks for what every request gets."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ForClient:
     """The field asks for nothing of the engine: it is about text, and clients detokenise."""
 
@@ -39,7 +44,7 @@ class Refuse:
     remedy: str = "leave it unset"
 
 
-Rule = Use | ForClient | Refuse
+Rule = Use | Granted | ForClient | Refuse
 
 REQUEST_RULES: Mapping[str, Rule] = {
     "request_id": Use(),
@@ -68,27 +73,27 @@ SAMPLING_RULES: Mapping[str, Rule] = {
     "stop_token_ids": Use(),
     "ignore_eos": Use(),
     "seed": Use(),
-    "skip_special_tokens": ForClient(),
+    "skip_special_tokens": Use(),  # in the search for `stop`; shown text is the client's
     "spaces_between_special_tokens": ForClient(),
-    "n": Refuse(off=(1,), remedy="send one request per sample"),
-    "min_p": Refuse(),
-    "frequency_penalty": Refuse(),
-    "presence_penalty": Refuse(),
-    "repetition_penalty": Refuse(off=(1.0,), remedy="leave it unset or use 1"),
-    "min_tokens": Refuse(),
-    "stop": Refuse(remedy="use stop_token_ids, or stop in the client"),
-    "include_stop_str_in_output": Refuse(),
-    "logprobs": Refuse(),
+    "n": Use(),
+    "min_p": Use(),
+    "frequency_penalty": Use(),
+    "presence_penalty": Use(),
+    "repetition_penalty": Use(),
+    "min_tokens": Use(),
+    "stop": Use(),
+    "include_stop_str_in_output": Use(),
+    "logprobs": Use(),
     "prompt_logprobs": Refuse(),
-    "logit_bias": Refuse(),
+    "logit_bias": Use(),
     "truncate_prompt_tokens": Refuse(remedy="shorten the prompt in the client"),
-    "json_schema": Refuse(),
-    "regex": Refuse(),
-    "grammar": Refuse(),
-    "structural_tag": Refuse(),
-    "json_object": Refuse(off=(False,)),
-    "choice": Refuse(),
-    "grammar_from_first_token": Refuse(),
+    "json_schema": Use(),
+    "regex": Use(),
+    "grammar": Use(),
+    "structural_tag": Refuse(remedy="use json_schema, regex or grammar"),
+    "json_object": Use(),
+    "choice": Use(),
+    "grammar_from_first_token": Granted(),
 }
 
 
@@ -132,8 +137,18 @@ def _read_prompt(request: pb.GenerateRequest) -> str | Int32[np.ndarray, " S"]:
 
 def _read_sampling(message: pb.SamplingParams) -> SamplingParams:
     values = _used_fields(message, SAMPLING_RULES)
-    if "stop_token_ids" in values:
-        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    for name in ("stop_token_ids", "stop"):
+        if name in values:
+            values[name] = tuple(values[name])
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(values["logit_bias"])
+    if "choice" in values:
+        values["choice"] = tuple(values["choice"].choices)
+        if not values["choice"]:
+            raise RequestError("choice", [], "must hold at least one string, or be left unset")
+    values.pop("skip_special_tokens", None)
+    if "stop" in values:  # without, the field says nothing to the engine, and false cannot be told from unset
+        values["skip_special_tokens"] = message.skip_special_tokens
     return SamplingParams(**values)
 
 
@@ -165,9 +180,17 @@ def _shown(value: Any) -> Any:
 
 
 def write_sampling(sampling: SamplingParams) -> pb.SamplingParams:
-    """The message such that a server that reads it gets `sampling` back (floats rounded to 32 bits)."""
+    """The message such that a server that reads it gets `sampling` back: floats rounded to 32 bits, and without
+    `skip_special_tokens` if there are no stop strings.
+    """
     values = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-    return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    choice = values.pop("choice")
+    if not values["json_object"]:  # the field shares its place with the other constraints
+        del values["json_object"]
+    message = pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    if choice:
+        message.choice.choices.extend(choice)
+    return message
 
 
 def write_chunk(delta: Delta) -> pb.GenerateResponse:
@@ -177,23 +200,42 @@ def write_chunk(delta: Delta) -> pb.GenerateResponse:
         prompt_tokens=delta.prompt_tokens,
         completion_tokens=len(delta.token_ids),
         cached_tokens=delta.cached_tokens,
+        output_logprobs=_write_logprobs(delta),
+        index=delta.index,
     ))
 
 
-def write_complete(last: Delta, output_ids: Int32[np.ndarray, " n"]) -> pb.GenerateResponse:
-    """The closing message. `output_ids`: the last delta's when streaming (clients add up chunks), else every id.
-
-    `completion_tokens` counts the whole request in both cases.
+def write_complete(last: Delta) -> pb.GenerateResponse:
+    """The closing message of one sample. `last` is its last delta when streaming (clients add up chunks), else all
+    its deltas in one. `completion_tokens` counts the whole sample in both cases.
     """
     if last.finish_reason is None:
         raise ValueError("the last delta of a request has no finish_reason")
     complete = pb.GenerateComplete(
-        output_ids=output_ids.tolist(),
+        output_ids=last.token_ids.tolist(),
         finish_reason=str(last.finish_reason),
         prompt_tokens=last.prompt_tokens,
         completion_tokens=last.completion_tokens,
         cached_tokens=last.cached_tokens,
+        output_logprobs=_write_logprobs(last),
+        index=last.index,
     )
     if last.matched_token_id is not None:
         complete.matched_token_id = last.matched_token_id
+    if last.matched_stop is not None:
+        complete.matched_stop_str = last.matched_stop
     return pb.GenerateResponse(complete=complete)
+
+
+def _write_logprobs(delta: Delta) -> pb.OutputLogProbs | None:
+    """One value per token, and one list of the most likely ones per token."""
+    if delta.logprobs is None:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=delta.logprobs.chosen.tolist(),
+        token_ids=delta.token_ids.tolist(),
+        top_logprobs=[
+            pb.TopLogProbs(values=values.tolist(), token_ids=ids.tolist())
+            for values, ids in zip(delta.logprobs.top, delta.logprobs.top_ids, strict=True)
+        ],
+    )

@@ -16,10 +16,16 @@ class RequestLog:
     def __init__(self, request_id: str):
         self.request_id = request_id
         self.finish = "error"  # a finish reason, "cancelled" (the client went away), or "refused:STATUS"
-        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0
+        self._completion_tokens: dict[int, int] = {}  # by sample
         self._start_s = time.monotonic()
         self._accept_s: float | None = None
         self._first_token_s: float | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all samples."""
+        return sum(self._completion_tokens.values())
 
     def accepted(self) -> None:
         """The prompt is encoded and the engine has taken it."""
@@ -31,7 +37,7 @@ class RequestLog:
             self._first_token_s = time.monotonic()
         self.request_id = delta.request_id or self.request_id
         self.prompt_tokens = delta.prompt_tokens
-        self.completion_tokens = delta.completion_tokens
+        self._completion_tokens[delta.index] = delta.completion_tokens
         self.cached_tokens = delta.cached_tokens
         if delta.finish_reason is not None:
             self.finish = str(delta.finish_reason)

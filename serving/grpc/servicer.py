@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import numpy as np
+from jaxtyping import Int32
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -32,7 +33,10 @@ MAX_DETAIL_CHARS = 1000  # an error's text travels in a header; keep well below 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Encoding:
-    """A request whose prompt is being encoded: the engine does not know it yet, but it can be aborted already."""
+    """A request whose prompt is being encoded or whose grammar is being compiled.
+
+    The engine does not know it yet, but it can be aborted already.
+    """
 
     request_id: str
     is_aborted: bool = False
@@ -104,35 +108,47 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, engine: Engine, call: GenerateCall, context: grpc.aio.ServicerContext, log: RequestLog
     ) -> None:
         prompt = call.prompt
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) or call.sampling.constraint is not None:
             encoding = _Encoding(request_id=call.request_id)
             self._encoding.add(encoding)
-            try:  # a long text takes a second: not on the loop that streams the others
-                prompt = await asyncio.to_thread(encode_prompt, engine.tokenizer, prompt, self._tokenizer_config)
+            try:  # a long text or a new grammar takes a second: not on the loop that streams the others
+                prompt = await asyncio.to_thread(self._prepare, engine, call)
             finally:
                 self._encoding.discard(encoding)
             if encoding.is_aborted or self._is_closing:
                 none = np.zeros(0, np.int32)
-                aborted = Delta(request_id=call.request_id, token_ids=none, finish_reason=FinishReason.ABORT,
-                                prompt_tokens=len(prompt))
-                log.add(aborted)
-                await context.write(write_complete(aborted, none))
+                for index in range(call.sampling.n):
+                    aborted = Delta(request_id=call.request_id, token_ids=none, index=index,
+                                    finish_reason=FinishReason.ABORT, prompt_tokens=len(prompt))
+                    log.add(aborted)
+                    await context.write(write_complete(aborted))
                 return
         deltas = engine.stream(prompt, call.sampling, request_id=call.request_id)
         log.accepted()
         async with contextlib.aclosing(deltas):  # leaving early aborts the request
-            collected: list[np.ndarray] = []
+            collected: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
+            num_left = call.sampling.n
             async for delta in deltas:
                 log.add(delta)
                 if not call.stream:
-                    collected.append(delta.token_ids)
+                    collected[delta.index].append(delta)
                 elif len(delta.token_ids):
                     await context.write(write_chunk(delta))
                 if delta.finish_reason is not None:
-                    output_ids = delta.token_ids if call.stream else np.concatenate(collected)
-                    await context.write(write_complete(delta, output_ids))
-                    return
+                    last = delta if call.stream else Delta.join(collected[delta.index])
+                    await context.write(write_complete(last))
+                    num_left -= 1
+                    if num_left == 0:
+                        return
         raise RuntimeError("the engine ended a request without a finish reason")
+
+    def _prepare(self, engine: Engine, call: GenerateCall) -> Int32[np.ndarray, " S"]:
+        """Token ids of the prompt; the engine has compiled the call's constraint when this returns."""
+        if call.sampling.constraint is not None:
+            engine.compile_constraint(call.sampling)
+        if isinstance(call.prompt, str):
+            return encode_prompt(engine.tokenizer, call.prompt, self._tokenizer_config)
+        return call.prompt
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Their streams end with finish_reason abort. Unknown and finished ids are ignored."""
@@ -183,6 +199,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             last_receive_timestamp=self._last_receive_unix_s,
             uptime_seconds=time.monotonic() - self._start_s,
             server_type="vllm-grpc",  # the protocol's name for servers of this service
+            constrained_decoding_start="first_token",
             data_parallel_size=1,
             max_num_seqs=engine.config.max_num_seqs,
         )

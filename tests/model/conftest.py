@@ -48,7 +48,8 @@ def context() -> Callable[..., StepContext]:
         start = np.broadcast_to(np.asarray(start, np.int32), batch)
         length = np.broadcast_to(np.asarray(rows if length is None else length, np.int32), batch)
         columns = len(config.engram_layer_ids), config.num_engram_columns
-        step_rows = Rows(*map(jax.numpy.asarray, (tokens, start, length, np.zeros((batch, rows, *columns), np.int32))))
+        engram = np.zeros((batch, rows, *columns), np.int32)
+        step_rows = Rows.of(*map(jax.numpy.asarray, (tokens, start, length, engram)))
         settings = StepSettings(numerics=NUMERICS[numerics], selection=selection, start_bound=start_bound)
         rope = jax.tree.map(jax.numpy.asarray, RopeTables.build(config, max_len))
         return StepContext(step_rows, rope, settings, DictRecorder())

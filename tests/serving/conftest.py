@@ -23,9 +23,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_config(checkpoint: Path) -> EngineConfig:
-    """Two prefill and four decode devices, four slots, chunks of 8 rows."""
+    """Two prefill and four decode devices, four slots, chunks of 8 rows, pages of 4 tokens, exact replay."""
     return EngineConfig(
-        model=str(checkpoint), numerics="plain", max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=16
+        model=str(checkpoint), numerics="plain", max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=16,
+        page_size=4, replay_prefix="exact", replay_tail="full",
     )
 
 

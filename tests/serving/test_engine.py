@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from widemesh.model.cache import ring_rows
+from widemesh.model.cache import Cache, ring_rows
 from widemesh.model.checkpoint import CheckpointError
 from widemesh.model.config import ConfigError
 from widemesh.model.forward import ForwardModel
@@ -28,7 +29,7 @@ from widemesh.serving import (
     SamplingParams,
     Status,
 )
-from widemesh.serving.device import DeviceEngine
+from widemesh.serving.device import DecodeStep, DeviceEngine
 
 # Around a chunk (8 rows), a group (2 tokens), the window (16) and its ring (32), and one token.
 LENGTHS = (1, 2, 3, 8, 9, 10, 17, 34, 41)
@@ -47,16 +48,16 @@ def alone(engine: Engine) -> dict[int, np.ndarray]:
 
 def test_meshes_are_disjoint(engine: Engine) -> None:
     """On the arrays themselves: no device holds state of both meshes."""
-    prefill = {d for a in jax.tree.leaves(engine.device.prefill_cache) for d in a.devices()}
-    decode = {d for a in jax.tree.leaves(engine.device.decode_cache) for d in a.devices()}
-    weights = {d for a in jax.tree.leaves(engine.device._prefill.parameters) for d in a.devices()}
+    prefill = {d for a in jax.tree.leaves(engine.device.prefill.cache) for d in a.devices()}
+    decode = {d for a in jax.tree.leaves(engine.device.decode.cache) for d in a.devices()}
+    weights = {d for a in jax.tree.leaves(engine.device.prefill.parameters) for d in a.devices()}
     assert (len(prefill), len(decode)) == (2, 4)
     assert weights == prefill
     assert not prefill & decode
 
 
 def test_experts_are_spread_over_ranks(engine: Engine) -> None:
-    state = engine.device._decode.parameters
+    state = engine.device.decode.parameters
     w1 = state["layers"][0]["ffn"]["experts"]["w1"].get_value()
     assert w1.shape[0] == 16
     assert {shard.data.shape[0] for shard in w1.addressable_shards} == {4}
@@ -304,10 +305,20 @@ def test_close_ends_streams_and_is_idempotent(engine_config: EngineConfig) -> No
         engine.generate(prompt(3), GREEDY)
 
 
+def filled_with_nan(cache: Cache) -> Cache:
+    """The same tables over pages and rings whose every value is NaN: 0xFF in all formats."""
+    def fill(array: jax.Array) -> jax.Array:
+        value = np.nan if array.dtype == np.float32 else 255
+        return jax.device_put(np.full(array.shape, value, array.dtype), array.sharding)
+
+    return dataclasses.replace(cache, pages=fill(cache.pages), layers=jax.tree.map(fill, cache.layers))
+
+
 def test_what_an_earlier_request_left_behind_is_never_read(engine: Engine, alone: dict[int, np.ndarray]) -> None:
-    """Every slot of both meshes full of NaN: requests of all lengths give the same tokens as ever."""
-    for state in (engine.device._prefill, engine.device._decode):
-        state.cache = jax.tree.map(lambda a: jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding), state.cache)
+    """Every slot and page of both meshes full of NaN: requests of all lengths give the same tokens as ever."""
+    engine._loop._scheduler.flush_prefix_cache()
+    for state in (engine.device.prefill, engine.device.decode):
+        state.cache = filled_with_nan(state.cache)
     for length, done in zip(LENGTHS, engine.generate([prompt(length) for length in LENGTHS], GREEDY), strict=True):
         np.testing.assert_array_equal(done.token_ids, alone[length], err_msg=f"prompt of {length}")
 
@@ -329,16 +340,19 @@ def test_a_defect_ends_requests_with_an_error(engine_config: EngineConfig, monke
 def test_a_request_with_nan_logits_fails_alone(
     engine: Engine, alone: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = engine.device.decode_step
-    slots: list[int] = []
+    join, wait, slots = engine.device.join, DecodeStep.wait, []
 
-    def spoil(rows):
-        tokens, is_finite = real(rows)
-        spoiled = np.flatnonzero(rows.is_active & (rows.positions == 33))  # the prompt of 34 tokens
-        slots.extend(spoiled.tolist())
-        return tokens, is_finite & ~np.isin(np.arange(len(is_finite)), spoiled)
+    def see_join(slot, row):
+        if row.position == 33:  # the prompt of 34 tokens
+            slots.append(slot)
+        join(slot, row)
 
-    monkeypatch.setattr(engine.device, "decode_step", spoil)
+    def spoil(step):
+        result = wait(step)
+        return dataclasses.replace(result, is_finite=result.is_finite & ~np.isin(np.arange(4), slots))
+
+    monkeypatch.setattr(engine.device, "join", see_join)
+    monkeypatch.setattr(DecodeStep, "wait", spoil)
     bad, good = engine.generate([prompt(34), prompt(17)], GREEDY)
     assert len(slots) == 1
     assert (bad.finish_reason, len(bad.token_ids)) == (FinishReason.ERROR, 0)

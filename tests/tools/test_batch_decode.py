@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from widemesh.serving.request import RequestError, SamplingParams
-from widemesh.tools.batch_decode import parse_line
+from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, TokenLogprobs
+from widemesh.serving.tokens import load_tokenizer
+from widemesh.tools.batch_decode import decode_file, parse_line
 from widemesh.tools.cli import main
 
 VOCAB = 512
@@ -113,12 +117,50 @@ def test_an_empty_file_gives_an_empty_file(byte_folder, tmp_path, fake_engine):
         ({"temperature": 1}, SamplingParams(temperature=1.0)),
         ({"seed": None, "max_tokens": None}, SamplingParams()),
         ({"stop_token_ids": [1, 2], "ignore_eos": True}, SamplingParams(stop_token_ids=(1, 2), ignore_eos=True)),
+        ({"stop": ["a", "b"], "regex": "x"}, SamplingParams(stop=("a", "b"), regex="x")),
+        ({"logit_bias": {"3": 1, "4": -2.5}, "min_p": 0}, SamplingParams(logit_bias={3: 1.0, 4: -2.5})),
     ],
 )
 def test_overrides_of_a_line(fields, expected):
     _, sampling = parse_line(json.dumps({"prompt": "a", **fields}).encode(), SamplingParams(seed=5, max_tokens=7))
     defaults = {"seed": 5, "max_tokens": 7}
     assert sampling == SamplingParams(**{**defaults, **{k: getattr(expected, k) for k in fields}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 2}, "n=2 is not offered in a file"),
+        ({"stop": "a"}, "stop='a' must be of type tuple"),
+        ({"stop": [1]}, "stop=1 must be of type str"),
+        ({"logit_bias": {"x": 1}}, "logit_bias={'x': 1} must be of type"),
+        ({"logit_bias": {"3": "1"}}, "logit_bias='1' must be of type float"),
+        ({"regex": 5}, "regex=5 must be of type str"),
+    ],
+)
+def test_what_a_line_cannot_ask_for(fields, words):
+    with pytest.raises(RequestError, match=f"^{words}"):
+        parse_line(json.dumps({"prompt": "a", **fields}).encode(), SamplingParams())
+
+
+def test_text_ends_before_a_stop_string_and_logprobs_are_written(byte_folder):
+    tokenizer = load_tokenizer(byte_folder)
+    ids = [tokenizer.token_to_id(char) for char in "abbc"]
+
+    async def stream(prompt, sampling):
+        for count, token in enumerate(ids, 1):
+            logprobs = TokenLogprobs(chosen=np.array([-count / 2]), ranks=np.array([1]), top_ids=np.array([[7, 9]]),
+                                     top=np.array([[-0.5, -1.5]]))  # fmt: skip
+            yield Delta(request_id="r", token_ids=np.array([token]), logprobs=logprobs,
+                        finish_reason=FinishReason.STOP if count == 4 else None)  # fmt: skip
+
+    engine = SimpleNamespace(tokenizer=tokenizer, is_alive=True, config=SimpleNamespace(max_num_seqs=1), stream=stream)
+    out, line = io.StringIO(), {"prompt": "go", "stop": ["bc"], "logprobs": 2}
+    assert decode_file(engine, [(1, json.dumps(line).encode())], out, SamplingParams()).failed == 0
+    result = json.loads(out.getvalue())
+    assert (result["text"], result["token_ids"], result["finish_reason"]) == ("ab", ids, "stop")
+    assert result["logprobs"] == [-0.5, -1.0, -1.5, -2.0]
+    assert result["top_logprobs"] == [{"7": -0.5, "9": -1.5}] * 4
 
 
 @pytest.mark.parametrize("value", ["true", "1.5", '"1"', "[1]", "1e999", "NaN"])

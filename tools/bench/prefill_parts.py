@@ -103,8 +103,8 @@ class Parts:
         @jax.jit
         def attend(q: Array, near: Array, entries: Array, mask: Array, sink: Array) -> Array:
             return sparse_attention(
-                q, near, self.rows.start, entries, SelectedMask(mask), sink, window=config.sliding_window, ratio=ratio,
-                start_bound=self.settings.start_bound,
+                q, near, self.rows.start, self.rows.first, entries, SelectedMask(mask), sink,
+                window=config.sliding_window, ratio=ratio, start_bound=self.settings.start_bound,
             )  # fmt: skip
 
         return self._time(

@@ -145,7 +145,7 @@ class PrefillPeer:
         from widemesh.tools.bench.prefill_parts import Parts
 
         ids = prompt[None].astype(np.int32)
-        rows = Rows(jnp.asarray(ids), jnp.zeros(1, jnp.int32), jnp.array([self.tokens], jnp.int32),
+        rows = Rows.of(jnp.asarray(ids), jnp.zeros(1, jnp.int32), jnp.array([self.tokens], jnp.int32),
                     jnp.asarray(model.engram_hash.rows(ids)))  # fmt: skip
         settings = StepSettings(numerics=model.numerics, selection="mask", start_bound=0)
         return Parts(model=model, rows=rows, settings=settings, repeat=self.repeat).seconds()

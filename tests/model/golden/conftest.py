@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 from widemesh.model.block import Block
-from widemesh.model.cache import init_cache
+from widemesh.model.cache import Cache, init_cache, page_layout, private_pages
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.checkpoint.tensor_file import TensorFile
 from widemesh.model.config import LayerRole, ModelConfig
@@ -32,6 +32,7 @@ from widemesh.model.loading import read_parameters, split_model
 from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.model.step import DictRecorder, Rows, StepContext, StepSettings
+from widemesh.pallas_kernels.paged_cache import write_source
 from widemesh.pallas_kernels.sparse_attention import SelectedIndices, SelectedMask, Selection
 
 
@@ -56,7 +57,9 @@ COMB_TOLERANCE = 5e-6
 MIX_TOLERANCE = 1e-6
 
 Records = dict[str, np.ndarray]
-Entering = tuple[Any, Any, Shared | None]  # streams, pre-mix and shared state
+Entering = tuple[Any, Any, Shared]  # streams, pre-mix and shared state
+
+PAGE_SIZE = 4  # tokens; small, so that every list has several pages
 
 
 def read_file(path: Path) -> Records:
@@ -146,7 +149,7 @@ class Golden:
         that its own error shows and no other's.
         """
         rows = self.rows(ids)
-        entering = [self.entering(layer, forced or "plain", settings.selection) for layer in range(1, self.depth + 1)]
+        entering = [self.entering(layer, forced or "plain", settings) for layer in range(1, self.depth + 1)]
         values = self._program(settings)(self.parameters, entering, forced is not None, rows)
         return {name: cut(name, value, len(ids)) for name, value in as_records(values).items()}
 
@@ -163,11 +166,10 @@ class Golden:
         config, role = config or self.config, role or self.config.roles[layer]
         graph, _ = nnx.split(Block(config, role))
 
-        def run(parameters: Any, streams: Any, pre: Any, parts: Any, rows: Rows, rope: RopeTables) -> dict[str, Any]:
+        def run(parameters: Any, streams: Any, pre: Any, shared: Any, rows: Rows, rope: RopeTables) -> dict[str, Any]:
             recorder = DictRecorder()
             step = StepContext(rows, rope, settings, recorder)
-            shared = None if parts is None else Shared(*parts)
-            cache = init_cache(config, 1, self.length)[layer]
+            cache = self.new_cache(settings, config).layers[layer]
             block = nnx.merge(graph, parameters["layers"][layer])
             streams, pre, *_ = block(streams, pre, cache, shared, step)
             recorder.values["pre_out"] = pre
@@ -176,41 +178,67 @@ class Golden:
                 recorder.values["logits"] = model.logits(model.leave(streams, pre, step), step)
             return recorder.values
 
-        streams, pre, shared = self.entering(layer, mode, settings.selection)
+        streams, pre, shared = self.entering(layer, mode, settings)
         rows = self.rows(self.inputs["long"][0], hash_)
         rope = self.rope if rope is None else jax.tree.map(jnp.asarray, rope)
         streams = streams.astype(settings.numerics.dtype)
-        return as_records((jax.jit(run) if jit else run)(self.parameters, streams, pre, parts_of(shared), rows, rope))
+        return as_records((jax.jit(run) if jit else run)(self.parameters, streams, pre, shared, rows, rope))
 
     def rows(self, ids: np.ndarray, hash_: EngramHash | None = None) -> Rows:
         """A fresh request of these ids, padded to the length of `long`."""
         tokens = np.zeros((1, self.length), np.int32)
         tokens[0, : len(ids)] = ids
-        return Rows(
+        return Rows.of(
             jnp.asarray(tokens), jnp.zeros(1, jnp.int32), jnp.array([len(ids)], jnp.int32),
             jnp.asarray((hash_ or self.hash).rows(tokens)),
         )  # fmt: skip
 
+    def new_cache(self, settings: StepSettings, config: ModelConfig | None = None) -> Cache:
+        """Empty state of one request as long as `long`."""
+        config, pages = config or self.config, -(-self.length // PAGE_SIZE)
+        layout = page_layout(config, settings.numerics, PAGE_SIZE)
+        return private_pages(init_cache(config, layout, slots=1, pages=1 + pages, table_pages=pages))
+
     @functools.cache  # noqa: B019 - one object per checkpoint and process
-    def entering(self, layer: int, mode: str, form: str) -> Entering:
+    def entering(self, layer: int, mode: str, settings: StepSettings) -> Entering:
         """Golden values that enter a layer on `long`; the layer past the last one is the final collapse."""
         outputs, roles = self.outputs[mode], self.config.roles[:layer]
         if layer == 0:
             embedded = self.parameters["embed"]["weight"].get_value()[self.inputs["long"]]
             streams = jnp.repeat(embedded[:, :, None], self.config.hc_mult, axis=2)
-            return streams, jnp.broadcast_to(jnp.eye(1, self.config.hc_mult)[0], streams.shape[:3]), None
+            pre = jnp.broadcast_to(jnp.eye(1, self.config.hc_mult)[0], streams.shape[:3])
+            return streams, pre, self.nothing_shared(settings)
         streams, pre = (outputs[f"layers.{layer - 1}.{name}"] for name in ("streams_out", "ffn_hc.pre"))
         owners = [role.layer for role in roles if role.owns_kv]
         if not owners:
-            return jnp.asarray(streams), jnp.asarray(pre), None
+            return jnp.asarray(streams), jnp.asarray(pre), self.nothing_shared(settings)
         chooser = max(role.layer for role in roles if role.owns_index)
         entries, keys = (outputs[f"layers.{owners[-1]}.attn.{name}"] for name in ("compressed_kv", "index_keys"))
-        candidates = np.ones((1, self.length, entries.shape[1]), bool)
+        cache = self.new_cache(settings)
+        layout = cache.layout.sources[len(owners) - 1]
+        room = cache.table.shape[1] * layout.rows
+        index = jnp.arange(entries.shape[1], dtype=jnp.int32)[None]
+        pages = write_source(cache.pages, cache.table, index, index >= 0, jnp.asarray(entries), jnp.asarray(keys),
+                             layout)  # fmt: skip
+        candidates = np.ones((1, self.length, room), bool)
         if 0 <= self.config.candidate_source_layer_id < layer:
-            candidates = outputs[f"layers.{self.config.candidate_source_layer_id}.attn.candidates"].astype(bool)
-        selection = selection_of(outputs[f"layers.{chooser}.attn.topk_indices"], entries.shape[1], form)
-        shared = Shared(jnp.asarray(entries), jnp.asarray(keys), selection, jnp.asarray(candidates))
+            known = outputs[f"layers.{self.config.candidate_source_layer_id}.attn.candidates"].astype(bool)
+            candidates = pad_entries(known, room)
+        shared = dataclasses.replace(
+            self.nothing_shared(settings),
+            pages=pages,
+            index_keys=jnp.asarray(pad_entries(keys, room, axis=1)),
+            selection=selection_of(outputs[f"layers.{chooser}.attn.topk_indices"], room, settings.selection),
+            candidates=jnp.asarray(candidates),
+        )
+        if settings.selection == "mask":
+            shared = dataclasses.replace(shared, entries=jnp.asarray(pad_entries(entries, room, axis=1)))
         return jnp.asarray(streams), jnp.asarray(pre), shared
+
+    def nothing_shared(self, settings: StepSettings) -> Shared:
+        """What enters the first layer."""
+        step = StepContext(self.rows(self.inputs["long"][0]), self.rope, settings)
+        return Shared.start(self.new_cache(settings), self.config, step)
 
     @functools.cache  # noqa: B019
     def _program(self, settings: StepSettings) -> Callable[..., dict[str, Any]]:
@@ -219,23 +247,19 @@ class Golden:
         def run(parameters: Any, entering: list[Any], forced: Any, rows: Rows) -> dict[str, Any]:
             model, recorder = nnx.merge(self.graph, parameters), DictRecorder()
             step = StepContext(rows, self.rope, settings, recorder)
-            cache = init_cache(self.config, 1, self.length)
-            state: Entering = (*model.enter(step), None)
+            cache = self.new_cache(settings)
+            state: Entering = (*model.enter(step), Shared.start(cache, self.config, step))
             for layer, block in enumerate(model.layers):
-                streams, pre, _, shared = block(*state[:2], cache[layer], state[2], step.at(f"layers.{layer}"))
+                streams, pre, _, shared = block(*state[:2], cache.layers[layer], state[2], step.at(f"layers.{layer}"))
                 recorder.values[f"layers.{layer}.pre_out"] = pre
                 state = jax.tree.map(
                     lambda golden, own: jnp.where(forced, golden.astype(own.dtype), own),
-                    entering[layer], (streams, pre, parts_of(shared)),
+                    entering[layer], (streams, pre, shared),
                 )  # fmt: skip
-                state = (*state[:2], None if state[2] is None else Shared(*state[2]))
             logits = model.logits(model.leave(*state[:2], step), step)
             return {**recorder.values, "logits": logits}
 
-        program = jax.jit(run)
-        return lambda parameters, entering, forced, rows: program(
-            parameters, [(*e[:2], parts_of(e[2])) for e in entering], forced, rows
-        )
+        return jax.jit(run)
 
     # --- comparison --------------------------------------------------------------------------------------------------
 
@@ -247,19 +271,25 @@ class Golden:
             own = found[mask if mask in found else name]
             if name.endswith(("compressed_kv", "index_keys")):
                 own = own[:, : value.shape[1]]  # a step has room for one group more than it may complete
+            if name.endswith(("indexer_scores", "candidates")):  # pages have room for more entries: none is in sight
+                own, beyond = np.split(own, [value.shape[-1]], axis=-1)
+                assert not beyond.any() if beyond.dtype == bool else (beyond == -np.inf).all()
             errors[name] = row_errors(name, own, value)
         return errors
 
     def oracle_layer(self, layer: int, numerics: Numerics, mode: str, skip: str | None = None) -> Records:
         """What the float64 oracle makes of one layer of `long` when golden values of `mode` enter, [S, ...] each."""
-        streams, pre, shared = self.entering(layer, mode, "indices")
+        streams, pre, shared = self.entering(layer, mode, settings_of("plain", "indices"))
         streams = np.asarray(streams[0].astype(numerics.dtype), np.float64)
         parts = None
-        if shared is not None:
+        owners = [role.layer for role in self.config.roles[:layer] if role.owns_kv]
+        if owners:
             selected = [row[row >= 0] for row in np.asarray(shared.selection.indices)[0]]
+            own = f"layers.{owners[-1]}.attn."
+            entries, keys = (self.outputs[mode][own + name] for name in ("compressed_kv", "index_keys"))
             parts = oracle.Shared(
-                *(np.asarray(x[0], np.float64) for x in (shared.entries, shared.index_keys)), selected,
-                np.asarray(shared.candidates[0]),
+                *(np.asarray(x[0], np.float64) for x in (entries, keys)), selected,
+                np.asarray(shared.candidates[0, :, : entries.shape[1]]),
             )  # fmt: skip
         model = self.oracle(numerics, skip)
         model.layer(layer, streams, np.asarray(pre[0], np.float64), parts, self.hash.rows(self.inputs["long"])[0])
@@ -276,9 +306,11 @@ def settings_of(numerics: str | Numerics, selection: str) -> StepSettings:
     return StepSettings(numerics=numerics, selection=selection, start_bound=0)  # type: ignore[arg-type]
 
 
-def parts_of(shared: Shared | None) -> tuple[Any, ...] | None:
-    """The fields of the shared state, as JAX may carry them."""
-    return None if shared is None else tuple(getattr(shared, f.name) for f in dataclasses.fields(Shared))
+def pad_entries(known: np.ndarray, entries: int, axis: int = -1) -> np.ndarray:
+    """Zeros (or False) for the entries that a table has room for and the golden list does not reach."""
+    widths = [(0, 0)] * known.ndim
+    widths[axis] = (0, entries - known.shape[axis])
+    return np.pad(known, widths)
 
 
 def selection_of(indices: np.ndarray, entries: int, form: str) -> Selection:

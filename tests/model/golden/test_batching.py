@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from widemesh.model.cache import init_cache
+from widemesh.model.cache import init_cache, page_layout, private_pages
+from widemesh.model.numerics import NUMERICS
 from widemesh.model.step import Rows, StepContext
 
 INPUTS = ("long", "batch", "short")
@@ -39,9 +40,21 @@ class Batch:
     def run(self, tokens, fill=0.0):
         """Logits of all slots and the caches they leave; `fill` is what the caches held before."""
         start = jnp.zeros(len(self.lengths), jnp.int32)
-        rows = Rows(tokens, start, self.lengths, self.golden.hash.rows(tokens))
-        cache = init_cache(self.golden.config, len(self.lengths), self.golden.length)
-        return self.program(self.golden.parameters, jax.tree.map(lambda x: jnp.full_like(x, fill), cache), rows)
+        rows = Rows.of(tokens, start, self.lengths, self.golden.hash.rows(tokens))
+        config, slots, pages = self.golden.config, len(self.lengths), -(-self.golden.length // 4)
+        layout = page_layout(config, NUMERICS["plain"], 4)
+        cache = private_pages(init_cache(config, layout, slots=slots, pages=1 + slots * pages, table_pages=pages))
+        return self.program(self.golden.parameters, filled(cache, fill), rows)
+
+
+def filled(cache, fill):
+    """The same tables over pages and rings whose every f32 is `fill`."""
+    def values(x):
+        if x.dtype == jnp.float32:
+            return jnp.full_like(x, fill)
+        return jnp.asarray(np.full(x.size // 4, fill, np.float32).view(np.uint8).reshape(x.shape))
+
+    return dataclasses.replace(cache, pages=values(cache.pages), layers=jax.tree.map(values, cache.layers))
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +102,9 @@ def test_what_an_earlier_request_left_is_never_read(batch, fill):
 def test_idle_slot_writes_nothing(batch):
     """A slot of length 0 keeps its cache."""
     _, cache = batch.run(batch.tokens)
-    assert all(not np.any(leaf[-1]) for leaf in jax.tree.leaves(cache))
-    assert all(np.any(leaf[0]) for layer in cache for leaf in jax.tree.leaves(layer.window))
+    assert all(not np.any(leaf[-1]) for leaf in jax.tree.leaves(cache.layers))
+    assert not np.any(cache.pages[cache.table[-1]]) and not np.any(cache.pages[0])
+    assert all(np.any(layer.window[0]) for layer in cache.layers) and np.any(cache.pages[cache.table[0]])
 
 
 @pytest.mark.parametrize("position", [1, 20, 37])

@@ -187,12 +187,12 @@ def entry_position(change: Callable[[Any, int], Any]) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         extend, rotate = attention.Attention.extend_source, attention.rotate
 
-        def extend_elsewhere(self, x, source, rope, step):
+        def extend_elsewhere(self, x, ring, shared, rope, step):
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(
                     attention, "rotate", lambda v, position, rope: rotate(v, change(position, self.role.ratio), rope)
                 )
-                return extend(self, x, source, rope, step)
+                return extend(self, x, ring, shared, rope, step)
 
         monkeypatch.setattr(attention.Attention, "extend_source", extend_elsewhere)
 
@@ -216,15 +216,16 @@ ROTARY = [
 
 
 def sink(change: Callable[[Any], Any]) -> Patch:
-    def wrong(original, q, near, start, entries, selection, sink, **kwargs):
-        return original(q, near, start, entries, selection, change(sink), **kwargs)
+    def wrong(original, q, near, start, first, entries, selection, sink, **kwargs):
+        return original(q, near, start, first, entries, selection, change(sink), **kwargs)
 
     return setting(attention, "sparse_attention", wrong)
 
 
-def missing_reads_entry_0(original, q, near, start, entries, selection, sink, **kwargs):
-    chosen = dataclasses.replace(selection, indices=jnp.maximum(selection.indices, 0))
-    return original(q, near, start, entries, chosen, sink, **kwargs)
+def missing_reads_entry_0(original, self, x, q_latent, shared, step):
+    shared = original(self, x, q_latent, shared, step)
+    selection = shared.selection
+    return dataclasses.replace(shared, selection=type(selection)(jnp.maximum(selection.indices, 0)))
 
 
 def queries_normed(original, x, position, rope, *, inverse=False):
@@ -251,7 +252,7 @@ ATTENTION = [
     Mutant(name="window one row short", layer=WINDOW_ENGRAM, config={"sliding_window": 7}),
     Mutant(name="window one row long", layer=WINDOW_ENGRAM, config={"sliding_window": 9}),
     Mutant(name="missing entry read as entry 0", layer=SOURCE_RATIO_2, form="indices", patch=setting(
-        attention, "sparse_attention", missing_reads_entry_0)),
+        indexer.Indexer, "__call__", missing_reads_entry_0)),
     Mutant(name="entry visible before its group is whole", layer=SOURCE_RATIO_2, patch=sees(
         lambda p, ratio: (p + ratio) // ratio)),
     Mutant(name="entry visible one token late", layer=SOURCE_RATIO_2, patch=sees(lambda p, ratio: p // ratio)),
@@ -367,13 +368,29 @@ def quantised_before_rotation(original, self, x, rope, step):
     return attention.rotate(kv, step.rows.positions, rope)
 
 
+def entries_as(code: str) -> Patch:
+    """Compressed entries on the grid of another format, in what is seen and in what is stored."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = {"fp8": fake_quant_fp8, "mxfp4": fake_quant_mxfp4}[code]
+        seen, store = attention.fake_quant, attention.write_source
+        monkeypatch.setattr(
+            attention, "fake_quant", lambda x, layout: wrong(x) if layout.code == "nvfp4" else seen(x, layout)
+        )
+        monkeypatch.setattr(
+            attention, "write_source", lambda pages, table, index, valid, rows, *rest: store(
+                pages, table, index, valid, wrong(rows), *rest)
+        )  # fmt: skip
+
+    return patch
+
+
 CACHES = [
     Mutant(name="window quantised before its rotation", layer=SOURCE_RATIO_2, mode="kvq", patch=setting(
         attention.Attention, "window_kv", quantised_before_rotation)),
-    Mutant(name="entries with power-of-two scales per 32", layer=SOURCE_RATIO_2, mode="kvq", patch=setting(
-        attention, "fake_quant_nvfp4", lambda original, x: fake_quant_mxfp4(x))),
-    Mutant(name="entries in FP8", layer=SOURCE_RATIO_2, mode="kvq", patch=setting(
-        attention, "fake_quant_nvfp4", lambda original, x: fake_quant_fp8(x))),
+    Mutant(name="entries with power-of-two scales per 32", layer=SOURCE_RATIO_2, mode="kvq", patch=entries_as(
+        "mxfp4")),
+    Mutant(name="entries in FP8", layer=SOURCE_RATIO_2, mode="kvq", patch=entries_as("fp8")),
     Mutant(name="index queries not quantised", layer=REINDEX, mode="kvq", patch=setting(
         indexer, "fake_quant_mxfp4", lambda original, x: x)),
 ]  # fmt: skip

@@ -63,6 +63,8 @@ def test_close_to_plain(golden, settings):
             if name.endswith(("compressed_kv", "index_keys")):
                 own = own[: len(golden_rows)]  # these have a row per entry
             else:
+                if name.endswith("indexer_scores"):
+                    own = own[:, : golden_rows.shape[1]]  # pages have room for more entries
                 same = selected & routed if name.endswith(("ffn.output", "topk_weights", "streams_out")) else selected
                 own, golden_rows = own[same], golden_rows[same]
             assert np.linalg.norm(own - golden_rows) < 1e-2 * np.linalg.norm(golden_rows), name

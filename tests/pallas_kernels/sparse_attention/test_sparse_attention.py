@@ -38,12 +38,12 @@ def both_forms(mask, k):
     return SelectedIndices(jnp.asarray(indices)), SelectedMask(jnp.asarray(mask))
 
 
-def expected(q, near, start, entries, mask, sink, window):
+def expected(q, near, start, entries, mask, sink, window, first=0):
     """One row and head at a time, in float64."""
     q, near, entries = (x.astype(np.float64) for x in (q, near, entries))
     out = np.zeros(q.shape)
     for b, s in np.ndindex(q.shape[:2]):
-        own = [near[b, s + i] for i in range(window) if start[b] - (window - 1) + s + i >= 0]
+        own = [near[b, s + i] for i in range(window) if start[b] - (window - 1) + s + i >= first]
         keys = np.array([*own, *entries[b][mask[b, s]]])
         for n in range(q.shape[2]):
             e = np.exp(keys @ q[b, s, n] * q.shape[-1] ** -0.5)
@@ -51,10 +51,19 @@ def expected(q, near, start, entries, mask, sink, window):
     return out
 
 
+def attend(q, near, start, entries, selection, sink, *, first=0, window=W, ratio=1, **static):
+    """`sparse_attention` on all entries, gathered here for indices."""
+    first = jnp.broadcast_to(jnp.asarray(first, jnp.int32), start.shape)
+    if isinstance(selection, SelectedIndices):
+        safe = jnp.maximum(selection.indices, 0)
+        entries = jnp.asarray(entries)[jnp.arange(len(start))[:, None, None], safe]
+    return sparse_attention(q, near, start, first, entries, selection, sink, window=window, ratio=ratio, **static)
+
+
 @jax.jit
 def run(q, near, start, entries, selection, sink):
     """Both forms, for any start up to 20 and ratio 1."""
-    return sparse_attention(q, near, start, entries, selection, sink, window=W, ratio=1, start_bound=20)
+    return attend(q, near, start, entries, selection, sink, start_bound=20)
 
 
 @settings(deadline=None, max_examples=25)
@@ -84,8 +93,8 @@ def test_layer_without_entries(form):
     q, near, _, sink = arguments()
     start = np.array([0, 9], np.int32)
     entries = np.zeros((B, 0, H), np.float32)
-    attend = jax.jit(functools.partial(sparse_attention, window=W, ratio=0, start_bound=20))
-    found = attend(q, near, start, entries, empty_selection(form, B, S), sink)
+    attend_nothing = jax.jit(functools.partial(attend, ratio=0, start_bound=20))
+    found = attend_nothing(q, near, start, entries, empty_selection(form, B, S), sink)
     wanted = expected(q, near, start, entries, np.zeros((B, S, 0), bool), sink, W)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -98,8 +107,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch, block, ratio):
     mask = np.arange(L) < ((position + 1) // ratio)[..., None] if ratio else np.zeros((B, S, L), bool)
     selection = SelectedMask(jnp.asarray(mask))
     monkeypatch.setattr(dense, "_BLOCK_ROWS", block)
-    attend = functools.partial(sparse_attention, window=W, ratio=ratio, start_bound=2)
-    found = jax.jit(attend)(q, near, start, entries, selection, sink)
+    found = jax.jit(functools.partial(attend, ratio=ratio, start_bound=2))(q, near, start, entries, selection, sink)
     np.testing.assert_allclose(found, expected(q, near, start, entries, mask, sink, W), rtol=2e-4, atol=2e-5)
 
 
@@ -111,6 +119,18 @@ def test_large_scores_and_sinks_stay_finite():
         found = np.asarray(run(q * 100, near * 100, start, entries * 100, selection, sink))
         assert np.isfinite(found).all() and np.abs(found).max() > 1
         assert np.abs(run(q, near, start, entries, selection, np.full(N, 80.0, np.float32))).max() < 1e-20
+
+
+@pytest.mark.parametrize("first", [0, 4, 7, 9])
+def test_window_rows_before_a_run_began_are_not_seen(first):
+    """As if those rows did not exist: the formula with as many rows fewer."""
+    q, near, entries, sink = arguments()
+    start = np.full(B, 9, np.int32)
+    mask = np.random.default_rng(1).random((B, S, L)) < 0.3
+    wanted = expected(q, near, start, entries, mask, sink, W, first=first)
+    for selection in both_forms(mask, L):
+        found = attend(q, near, start, entries, selection, sink, first=first, start_bound=20)
+        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
 
 
 def test_visible_entries():
@@ -150,8 +170,8 @@ def rounded_case():
     q, near, entries, sink = (bf(x).astype(np.float32) for x in arguments(3, b=1, s=1, n=6, h=32, w=16, entries=176))
     entries[0, -1] = q[0, 0, 0]
     selection = SelectedIndices(jnp.arange(176, dtype=jnp.int32)[None, None])
-    attend = jax.jit(functools.partial(sparse_attention, window=16, ratio=1, start_bound=500, bf16_rounding=True))
-    found = attend(q, near, np.array([500], np.int32), entries, selection, sink)
+    run_rounded = jax.jit(functools.partial(attend, window=16, start_bound=500, bf16_rounding=True))
+    found = run_rounded(q, near, np.array([500], np.int32), entries, selection, sink)
     return np.asarray(found)[0, 0], (q[0, 0], near[0], entries[0], sink)
 
 
@@ -176,5 +196,4 @@ def test_rounding_needs_an_order_of_slots():
     q, near, entries, sink = arguments()
     _, mask = both_forms(np.ones((B, S, L), bool), L)
     with pytest.raises(ValueError, match="bf16_rounding=True needs a selection by indices"):
-        sparse_attention(q, near, np.zeros(B, np.int32), entries, mask, sink, window=W, ratio=1, start_bound=0,
-                         bf16_rounding=True)  # fmt: skip
+        attend(q, near, np.zeros(B, np.int32), entries, mask, sink, start_bound=0, bf16_rounding=True)

@@ -8,6 +8,7 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+from prometheus_client import Counter
 
 from widemesh.model.config import ModelConfig
 from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status
@@ -51,6 +52,7 @@ class FakeEngine:
         self.ended: dict[str, str] = {}
         self.aborts: list[str] = []
         self.transfer_bytes = 0
+        self.metrics = Counter("fake:requests", "Requests taken.", registry=None)
         self._running: dict[str, FakeStream] = {}
         self._fresh = itertools.count()
 

@@ -16,7 +16,7 @@ from widemesh.serving.grpc.convert import (
     write_complete,
     write_sampling,
 )
-from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status
+from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status, TokenLogprobs
 
 TABLES = [
     (pb.GenerateRequest, REQUEST_RULES),
@@ -64,23 +64,22 @@ def test_every_unsupported_field_is_refused_by_name(message, field):
 
 def test_the_refused_fields_are_the_expected_ones():
     assert {field.name for _, field in REFUSED} == {
-        "n", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar", "structural_tag", "json_object",
-        "choice", "grammar_from_first_token", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p",
-        "min_tokens", "stop", "include_stop_str_in_output", "logit_bias", "mm_inputs", "extra_mm_inputs", "media_refs",
-        "kv_transfer_params", "kv_transfer_params_json", "truncate_prompt_tokens", "data_parallel_rank",
+        "prompt_logprobs", "structural_tag", "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params",
+        "kv_transfer_params_json", "truncate_prompt_tokens", "data_parallel_rank",
     }
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 1}, {"repetition_penalty": 1.0}, {"json_object": False}, {"frequency_penalty": 0.0}, {"min_p": 0.0}],
+    [{"n": 1}, {"repetition_penalty": 1.0}, {"json_object": False}, {"frequency_penalty": 0.0}, {"min_p": 0.0},
+     {"grammar_from_first_token": True}, {"skip_special_tokens": False}],
 )
 def test_values_that_switch_a_feature_off_are_taken(fields):
     sampling = read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**fields))).sampling
     assert sampling == SamplingParams()
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"prompt_logprobs": 0}, {"truncate_prompt_tokens": -1}])
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 0}, {"truncate_prompt_tokens": -1}])
 def test_an_optional_field_set_to_zero_is_set(fields):
     with pytest.raises(RequestError, match="is not supported yet"):
         read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**fields)))
@@ -97,15 +96,25 @@ def test_temperature_zero_is_greedy_not_unset():
     assert call.sampling.temperature == 0.0 and call.sampling.is_greedy
 
 
+def test_zero_logprobs_are_not_none():
+    call = read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(logprobs=0)))
+    assert call.sampling.logprobs == 0
+
+
 def test_supported_fields_arrive():
     message = pb.SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=[4, 5], ignore_eos=True, seed=-3,
-        skip_special_tokens=True, spaces_between_special_tokens=True,
+        skip_special_tokens=False, spaces_between_special_tokens=True, n=3, min_p=0.25, frequency_penalty=-0.5,
+        presence_penalty=2.0, repetition_penalty=1.5, min_tokens=2, stop=["a", "b"], include_stop_str_in_output=True,
+        logprobs=20, logit_bias={3: 1.5, 4: -100.0}, regex="x",
     )
     call = read_request(pb.GenerateRequest(request_id="r", text="hi", stream=True, sampling_params=message))
     assert (call.request_id, call.prompt, call.stream) == ("r", "hi", True)
     assert call.sampling == SamplingParams(
-        temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=(4, 5), ignore_eos=True, seed=-3
+        temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=(4, 5), ignore_eos=True, seed=-3,
+        skip_special_tokens=False, n=3, min_p=0.25, frequency_penalty=-0.5, presence_penalty=2.0,
+        repetition_penalty=1.5, min_tokens=2, stop=("a", "b"), include_stop_str_in_output=True, logprobs=20,
+        logit_bias={3: 1.5, 4: -100.0}, regex="x",
     )
 
 
@@ -128,6 +137,11 @@ def test_token_ids_become_one_int32_array():
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=-0.5)), "top_p=-0.5 must be"),
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(max_tokens=0)), "max_tokens=0 must be"),
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_k=2**32 - 1)), "top_k=4294967295 must be"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(n=129)), "n=129 must be from 1 to 128"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(logprobs=-1)), "logprobs=-1 must be"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(stop=[""])), "stop='' must not be empty"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(logit_bias={-1: 1.0})), "logit_bias=-1 must"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(choice=pb.ChoiceConstraint())), "choice=[]"),
     ],
 )
 def test_client_mistakes_name_field_value_and_remedy(request_, words):
@@ -141,7 +155,14 @@ def test_sampling_survives_the_round_trip():
     sampling = SamplingParams(
         temperature=0.0, top_p=0.5, top_k=3, seed=0, max_tokens=2, stop_token_ids=(7,), ignore_eos=True
     )
-    for params in (sampling, SamplingParams()):
+    shaped = SamplingParams(
+        n=2, min_p=0.5, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={1: 2.0},
+        min_tokens=1, stop=("x",), include_stop_str_in_output=True, skip_special_tokens=False, logprobs=0,
+    )
+    constrained = [SamplingParams(**{name: value}) for name, value in (
+        ("json_schema", "{}"), ("json_object", True), ("regex", "a"), ("grammar", "start: /a/"), ("choice", ("a", "b")),
+    )]
+    for params in (sampling, shaped, *constrained, SamplingParams()):
         assert read_request(pb.GenerateRequest(text="a", sampling_params=write_sampling(params))).sampling == params
 
 
@@ -153,6 +174,24 @@ def test_chunk_counts_its_own_tokens_and_complete_all():
     chunk = write_chunk(delta).chunk
     assert list(chunk.token_ids) == [4, 5]
     assert (chunk.completion_tokens, chunk.prompt_tokens, chunk.cached_tokens) == (2, 3, 1)
-    done = write_complete(delta, delta.token_ids).complete
+    done = write_complete(delta).complete
     assert (list(done.output_ids), done.completion_tokens, done.finish_reason) == ([4, 5], 7, "stop")
     assert done.matched_token_id == 5 and done.index == 0
+    assert not (done.HasField("output_logprobs") or chunk.HasField("output_logprobs"))
+
+
+def test_logprobs_index_and_stop_string_are_written():
+    logprobs = TokenLogprobs(
+        chosen=np.array([-1.0, -2.0], np.float32), ranks=np.array([1, 9], np.int32),
+        top_ids=np.array([[4, 6], [7, 8]], np.int32), top=np.array([[-1.0, -1.5], [-0.5, -0.75]], np.float32),
+    )
+    delta = Delta(request_id="r", token_ids=np.array([4, 5], np.int32), index=2, logprobs=logprobs,
+                  finish_reason=FinishReason.STOP, matched_stop="end")
+    done = write_complete(delta).complete
+    for message in (write_chunk(delta).chunk, done):
+        assert message.index == 2
+        assert list(message.output_logprobs.token_logprobs) == [-1.0, -2.0]
+        assert list(message.output_logprobs.token_ids) == [4, 5]
+        tops = [(list(top.token_ids), list(top.values)) for top in message.output_logprobs.top_logprobs]
+        assert tops == [([4, 6], [-1.0, -1.5]), ([7, 8], [-0.5, -0.75])]
+    assert done.matched_stop_str == "end" and not done.HasField("matched_token_id")

@@ -20,6 +20,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from widemesh.serving.grpc.client import Client
+from widemesh.serving.request import SamplingParams
+
 SERVICE = "vllm.grpc.engine.VllmEngine"
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], list(range(30, 60)))
 
@@ -29,7 +32,8 @@ def server(checkpoint: Path) -> Iterator[str]:
     """Address of a running `widemesh serve`; ends with SIGTERM, which must end the process with 0 within 5 s."""
     # The settings of the `engine` fixture, so that programs compiled for either serve both.
     flags = ["--port", "0", "--numerics", "plain", "--max-model-len", "96", "--max-num-seqs", "4",
-             "--max-num-batched-tokens", "16"]  # fmt: skip
+             "--max-num-batched-tokens", "16", "--page-size", "4", "--replay-prefix", "exact",
+             "--replay-tail", "full"]  # fmt: skip
     process = subprocess.Popen([sys.executable, "-m", "widemesh.tools.cli", "serve", str(checkpoint), *flags],
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
     assert process.stdout is not None
@@ -76,6 +80,55 @@ def test_two_streams_at_once_give_the_same_ids_as_alone(server: str) -> None:
             assert [len(tokens) for tokens in alone] == [12, 12]
             both = await asyncio.gather(*(tokens_of(stub.Generate(generate(ids))) for ids in PROMPTS))
             assert both == alone
+
+    asyncio.run(run())
+
+
+def test_samples_logprobs_stops_and_grammars(server: str) -> None:
+    """What the protocol asks of sampling, against the same requests one by one."""
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(server) as channel:
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+
+            async def ask(stream: bool, **settings) -> list[pb.GenerateResponse]:
+                sampling = pb.SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True,
+                                                **settings})  # fmt: skip
+                request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=PROMPTS[0]),
+                                             sampling_params=sampling, stream=stream)  # fmt: skip
+                return [message async for message in stub.Generate(request)]
+
+            singles = [(await ask(False, seed=3 + i, logprobs=2))[0].complete for i in range(3)]
+            done = sorted((m.complete for m in await ask(False, n=3, logprobs=2)), key=lambda m: m.index)
+            assert [m.index for m in done] == [0, 1, 2]
+            for one, alone in zip(done, singles, strict=True):
+                assert list(one.output_ids) == list(alone.output_ids)
+                assert one.output_logprobs == alone.output_logprobs and len(one.output_logprobs.top_logprobs) == 8
+            streamed = await ask(True, n=3)
+            for index in range(3):
+                chunks = [m.chunk for m in streamed if m.HasField("chunk") and m.chunk.index == index]
+                assert [i for chunk in chunks for i in chunk.token_ids] == list(done[index].output_ids)
+            assert sorted(m.complete.index for m in streamed if m.HasField("complete")) == [0, 1, 2]
+
+            (choice,) = await ask(False, choice=pb.ChoiceConstraint(choices=["yes", "no"]), ignore_eos=False)
+            assert choice.complete.finish_reason == "stop"
+            (stopped,) = await ask(False, regex="a{3}b{3}", stop=["ab"])
+            assert (stopped.complete.finish_reason, stopped.complete.matched_stop_str) == ("stop", "ab")
+
+    asyncio.run(run())
+
+
+def test_a_client_shows_no_stop_string(server: str) -> None:
+    async def run() -> None:
+        host, port = server.split(":")
+        async with Client(host, int(port)) as client:
+            sampling = SamplingParams(temperature=1.0, seed=1, n=2, regex="x{4}yzx{30}", stop=("yz",), logprobs=1)
+            pieces = [piece async for piece in client.generate(PROMPTS[0], sampling)]
+        for index in range(2):
+            mine = [piece for piece in pieces if piece.index == index]
+            assert "".join(piece.text for piece in mine) == "xxxx"
+            assert (mine[-1].finish_reason, mine[-1].matched_stop) == ("stop", "yz")
+            assert all(len(piece.logprobs) == len(piece.token_ids) == len(piece.top_logprobs) for piece in mine)
 
     asyncio.run(run())
 

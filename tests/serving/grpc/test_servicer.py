@@ -221,9 +221,9 @@ def test_abort_reaches_a_request_that_is_still_being_encoded(make_engine, servin
         ({"ids": [160]}, "INVALID_ARGUMENT", "input_ids=160 must be below the vocabulary size 160"),
         ({"ids": [1] * 64}, "INVALID_ARGUMENT", "prompt=64 tokens are too many"),
         ({"temperature": -1.0}, "INVALID_ARGUMENT", "temperature=-1.0 must be between 0 and 100"),
-        ({"n": 2}, "UNIMPLEMENTED", "n=2 is not supported yet"),
-        ({"stop": ["a", "b"]}, "UNIMPLEMENTED", "stop='<2 entries>' is not supported yet"),
-        ({"json_schema": "{}"}, "UNIMPLEMENTED", "json_schema='{}' is not supported yet"),
+        ({"n": 200}, "INVALID_ARGUMENT", "n=200 must be from 1 to 128"),
+        ({"prompt_logprobs": 2}, "UNIMPLEMENTED", "prompt_logprobs=2 is not supported yet"),
+        ({"structural_tag": "{}"}, "UNIMPLEMENTED", "structural_tag='{}' is not supported yet"),
     ],
 )
 def test_bad_requests_get_a_code_and_a_sentence_and_the_server_lives(make_engine, serving, fields, code, words):
@@ -333,7 +333,7 @@ def test_every_request_leaves_one_log_line_without_its_text(make_engine, serving
     async def main():
         async with serving(make_engine(delay_s=0.005)) as served:
             await served.generate(text="the", request_id="good\nforged", max_tokens=2)
-            await refused(served.generate(text="the", request_id="bad", n=3))
+            await refused(served.generate(text="the", request_id="bad", prompt_logprobs=3))
             call = served.stub.Generate(request_of(request_id="gone"))
             await call.read()
             call.cancel()

@@ -1,0 +1,93 @@
+"""Parameters, cache and tables on one mesh, and writes to its page tables."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from widemesh.eplb import initial_slot_owner
+from widemesh.model.cache import Cache, init_cache, page_layout
+from widemesh.model.checkpoint import Checkpoint
+from widemesh.model.loading import place_parameters, read_parameters, split_model
+from widemesh.model.numerics import numerics_named
+from widemesh.model.rope import RopeTables
+from widemesh.serving.config import EngineConfig
+from widemesh.serving.programs import Programs
+from widemesh.serving.scheduling import PageWrites
+from widemesh.sharding import named_sharding
+
+_SMALLEST_WRITE = 16  # table entries of the smallest program that writes them
+_WRITE_GROWTH = 16  # from one size to the next
+
+_log = logging.getLogger(__name__)
+
+
+class MeshState:
+    """What one mesh holds. `slots` and `pages` are per rank."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int):
+        model, sizes = checkpoint.config, config.scheduler
+        _log.info("reading the weights for %d devices", mesh.devices.size)
+        graph, _ = split_model(model)
+        self.ranks, self.slots_per_rank, self.pages_per_rank = mesh.devices.shape[0], slots, pages
+        self.table_pages = sizes.pages_per_slot
+        self.max_len = self.table_pages * config.page_size
+        self.programs = Programs(
+            config=model, numerics=numerics_named(config.numerics), graph=graph, mesh=mesh, max_len=self.max_len
+        )
+        self.sharding = self.programs.sharding()
+        self.replicated = named_sharding(mesh, ())
+        owner = initial_slot_owner(model.n_routed_experts, mesh.devices.size)
+        host: nnx.State[Any, Any] = read_parameters(model, checkpoint.read, owner)
+        self.parameters = place_parameters(host, mesh)
+        self.rope: RopeTables = jax.device_put(RopeTables.build(model, self.max_len), self.replicated)
+        layout = page_layout(model, self.programs.numerics, config.page_size)
+
+        def make() -> Cache:
+            return init_cache(model, layout, slots=self.ranks * slots, pages=self.ranks * pages,
+                              table_pages=self.table_pages)  # fmt: skip
+
+        self.cache: Cache = jax.jit(make, out_shardings=self.sharding)()  # made where it lies
+        self._write_table = self.programs.write_table()
+
+    def put(self, host: Any) -> Any:
+        """Host arrays with one part per rank, on the devices. The arrays must not be written again."""
+        return jax.device_put(host, self.sharding)
+
+    def one_slot(self, slot: int) -> Int32[np.ndarray, "R"]:
+        """For programs that take one slot per rank: this one, counted over the mesh, and -1 elsewhere."""
+        slots = np.full(self.ranks, -1, np.int32)
+        rank, local = divmod(slot, self.slots_per_rank)
+        slots[rank] = local
+        return slots
+
+    def write_sizes(self) -> list[int]:
+        """Numbers of table entries per rank that `write_table` has programs for."""
+        sizes, most = [_SMALLEST_WRITE], self.slots_per_rank * self.table_pages
+        while sizes[-1] < most:
+            sizes.append(sizes[-1] * _WRITE_GROWTH)
+        return sizes
+
+    def write_table(self, writes: PageWrites) -> None:
+        """Set entries of the page tables."""
+        rank = writes.slots // np.int32(self.slots_per_rank)
+        counts = np.bincount(rank, minlength=self.ranks)
+        size = next(size for size in self.write_sizes() if size >= counts.max())
+        self.cache = self._write_table(self.cache, self.put(self.packed_writes(writes, size)))
+
+    def packed_writes(self, writes: PageWrites, size: int) -> Int32[np.ndarray, "R size 3"]:
+        """Table entries by rank, filled up with -1. No rank may have more than `size`."""
+        packed = np.full((self.ranks, size, 3), -1, np.int32)
+        rank, local = np.divmod(writes.slots, np.int32(self.slots_per_rank))
+        order = np.argsort(rank, kind="stable")
+        begins = np.searchsorted(rank[order], np.arange(self.ranks))
+        place = np.arange(len(order)) - begins[rank[order]]
+        entries = np.stack([local, writes.places, writes.pages], axis=1)[order]
+        packed[rank[order], place] = entries
+        return packed

@@ -1,0 +1,199 @@
+"""The decode mesh: slots and their page tables, as arrays over slots. Nothing here grows with a context's length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from widemesh.serving.scheduling.config import SchedulerConfig
+from widemesh.serving.scheduling.page_pool import PagePool
+from widemesh.serving.scheduling.plan import DecodePlan, PageWrites
+from widemesh.serving.scheduling.request import ScheduledRequest
+
+
+class DecodeSide[RequestT: ScheduledRequest]:
+    """A request holds pages for its known tokens and a reserve from admission on, and more page by page after that.
+
+    Steps in flight are counted: each settles at least one token of a slot and at most `decode_rows`.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        slots, ranks = config.max_num_seqs, config.decode_ranks
+        self._config, self._per_rank = config, config.slots_per_rank
+        self.pools = [PagePool(config.decode_pages) for _ in range(ranks)]
+        self.slots: list[RequestT | None] = [None] * slots
+        self.num_free_slots = slots
+        self._load = np.zeros(ranks, np.int64)  # requests of each rank
+        self._table = np.zeros((slots, config.pages_per_slot), np.int32)
+        self._held = np.zeros(slots, np.int64)  # pages of each slot
+        self._most_pages = np.zeros(slots, np.int64)  # that its request can ever need
+        self._limit = np.zeros(slots, np.int64)  # tokens that its request will ever have computed
+        self._computed = np.zeros(slots, np.int64)  # settled
+        self._in_flight = np.zeros(slots, np.int64)  # steps
+        self._is_running = np.zeros(slots, bool)
+        self._epoch = np.full(slots, -1, np.int64)
+
+    def choose(self, request: RequestT, closed_rank: int) -> int:
+        """The rank with the fewest requests where it fits; -1 where none has a slot and pages.
+
+        A preempted request must not bounce: it comes back only where everybody has room for a horizon of tokens,
+        twice as many after every preemption. So it is preempted a number of times that grows with the logarithm of
+        the output's length, unless more important requests keep arriving.
+        """
+        need = self._reserved_pages(request)
+        horizon = self._horizon(request)
+        best, best_key = -1, (0, 0)
+        for rank, pool in enumerate(self.pools):
+            if rank == closed_rank or self._load[rank] == self._per_rank or need > pool.num_available:
+                continue
+            if request.num_preemptions:
+                mine = self._on(rank)
+                growth = np.minimum(self._most_pages[mine] - self._held[mine], self._config.pages_of(horizon))
+                if need + int(growth.sum()) > pool.num_available:
+                    continue
+            key = int(self._load[rank]), -pool.num_available
+            if best < 0 or key < best_key:
+                best, best_key = rank, key
+        return best
+
+    def calmest_rank(self) -> int:
+        """The rank with the fewest requests."""
+        return int(np.argmin(self._load))
+
+    def take(self, request: RequestT, rank: int) -> PageWrites:
+        """Give it a slot and pages on a rank that `choose` named."""
+        pages = self.pools[rank].allocate(self._reserved_pages(request))
+        assert pages is not None
+        slot = self.slots.index(None, rank * self._per_rank, (rank + 1) * self._per_rank)
+        self.slots[slot] = request
+        self._table[slot, : len(pages)] = pages
+        self._held[slot] = len(pages)
+        self._most_pages[slot] = self._config.pages_of(request.most_tokens - 2 + self._config.decode_rows)
+        self._limit[slot] = request.most_tokens - 1
+        self._computed[slot] = request.prefill_tokens
+        self._in_flight[slot] = 0
+        self._epoch[slot] = request.epoch
+        self._load[rank] += 1
+        self.num_free_slots -= 1
+        request.decode_slot = slot
+        return PageWrites.of(slot, 0, pages)
+
+    def join(self, request: RequestT) -> None:
+        """It decodes from the next plan on."""
+        self._is_running[request.decode_slot] = True
+
+    def pages(self, slot: int, count: int) -> Int32[np.ndarray, "count"]:
+        """A copy of a slot's first page ids."""
+        return self._table[slot, :count].copy()
+
+    def grow(self, hold: Bool[np.ndarray, "slots"] | None, preempt: Callable[[RequestT], None]) -> list[PageWrites]:
+        """Pages for the rows that the next plan runs, the most important request first.
+
+        Where there are none, the rank's least important request is preempted, be it the one that asks.
+        """
+        rows = self._config.decode_rows
+        most = np.minimum(self._computed + (self._in_flight + 1) * rows, self._limit + rows - 1)
+        need = -(-most // self._config.page_size)
+        short = np.flatnonzero(self._will_run(hold) & (need > self._held))
+        if not short.size:
+            return []
+        writes = []
+        asking = [request for request in (self.slots[slot] for slot in short.tolist()) if request]
+        for request in sorted(asking, key=lambda r: r.importance):
+            slot = request.decode_slot
+            if slot < 0:  # preempted for another
+                continue
+            rank = slot // self._per_rank
+            held, count = int(self._held[slot]), int(need[slot] - self._held[slot])
+            while (pages := self.pools[rank].allocate(count)) is None:
+                victim = max((r for r in self.slots[self._on(rank)] if r), key=lambda r: r.importance)
+                preempt(victim)
+                if victim is request:
+                    break
+            if pages is None:
+                continue
+            self._table[slot, held : held + count] = pages
+            self._held[slot] += count
+            writes.append(PageWrites.of(slot, held, pages))
+        return writes
+
+    def plan(self, hold: Bool[np.ndarray, "slots"] | None) -> DecodePlan | None:
+        """A step of every running request that is not held back and not certain to be at its limit already."""
+        is_active = self._will_run(hold)
+        if not is_active.any():
+            return None
+        positions = np.where(is_active, self._computed + self._in_flight, 0).astype(np.int32)
+        self._in_flight += is_active
+        return DecodePlan(is_active=is_active, positions=positions, epochs=self._epoch.copy())
+
+    def apply(
+        self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
+    ) -> list[tuple[RequestT, Int32[np.ndarray, "n"]]]:
+        """Take in a step's accepted tokens; those of requests that have left their slot since are dropped."""
+        is_live = plan.is_active & (self._epoch == plan.epochs)
+        self._in_flight -= is_live
+        accepted = []
+        live = np.flatnonzero(is_live)
+        rows = zip(live.tolist(), counts[live].tolist(), tokens[live].tolist(), strict=True)
+        for slot, count, ids in rows:
+            request = self.slots[slot]
+            assert request is not None
+            count = min(count, request.max_tokens - len(request.output))
+            request.output.extend(ids[:count])
+            self._computed[slot] += count
+            accepted.append((request, tokens[slot, :count]))
+        return accepted
+
+    def leave(self, request: RequestT) -> None:
+        """Take back slot and pages."""
+        slot, rank = request.decode_slot, request.decode_slot // self._per_rank
+        self.pools[rank].release(self._table[slot, : self._held[slot]].copy())
+        self.slots[slot] = None
+        self._held[slot] = self._most_pages[slot] = self._in_flight[slot] = 0
+        self._is_running[slot] = False
+        self._epoch[slot] = -1
+        self._load[rank] -= 1
+        self.num_free_slots += 1
+        request.decode_slot = -1
+
+    def _will_run(self, hold: Bool[np.ndarray, "slots"] | None) -> Bool[np.ndarray, "slots"]:
+        runs = self._is_running & (self._computed + self._in_flight < self._limit)
+        return runs if hold is None else runs & ~hold
+
+    def _on(self, rank: int) -> slice:
+        return slice(rank * self._per_rank, (rank + 1) * self._per_rank)
+
+    def _horizon(self, request: RequestT) -> int:
+        # No output is longer than max_model_len, so the shift needs no more than its bits.
+        doublings = min(request.num_preemptions, self._config.max_model_len.bit_length())
+        return self._config.reserve_output_tokens << doublings
+
+    def _reserved_pages(self, request: RequestT) -> int:
+        """Pages for its known tokens, its reserve of output and the drafts after it; never more than it can need."""
+        tokens = request.num_tokens + self._horizon(request)
+        return self._config.pages_of(min(tokens, request.most_tokens - 1) + self._config.decode_rows - 1)
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        for rank, pool in enumerate(self.pools):
+            pool.check()
+            mine = range(*self._on(rank).indices(len(self.slots)))
+            held = [page for slot in mine for page in self._table[slot, : self._held[slot]].tolist()]
+            assert np.array_equal(np.bincount(held, minlength=pool.num_pages), pool.references())
+            assert pool.references().max() <= 1 and pool.num_cached == 0
+            assert self._load[rank] == sum(self.slots[slot] is not None for slot in mine)
+        for slot, request in enumerate(self.slots):
+            if request is None:
+                assert self._held[slot] == 0 and not self._is_running[slot] and self._epoch[slot] == -1
+                assert self._in_flight[slot] == 0
+            else:
+                assert request.decode_slot == slot and request.epoch == self._epoch[slot] >= 0
+                assert 0 < self._held[slot] <= self._most_pages[slot]
+                assert self._computed[slot] == request.num_tokens - 1
+                least = int(self._computed[slot] + self._in_flight[slot])
+                # Accepted drafts may bring a slot to its limit while more steps than it needs are in flight.
+                assert least <= self._limit[slot] or self._config.decode_rows > 1
+                assert self._config.pages_of(min(least, int(self._limit[slot]))) <= self._held[slot]
+        assert self.num_free_slots == self.slots.count(None)

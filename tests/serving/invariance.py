@@ -1,0 +1,180 @@
+"""The invariance harness: one random workload under different settings must give the same tokens.
+
+A workload is a list of operations: submit a request (greedy or seeded, some with penalties or stop ids, many with a
+prefix of an earlier prompt), abort one, or wait for one. An engine runs it and reports every request's tokens. Page
+accounts are checked after every turn of the engine's loop, and nothing may compile.
+
+    reference = run(engine_a, Workload.draw(seed, operations))
+    compare(reference, run(engine_b, the same workload))
+
+compares token by token: a request that was aborted must hold a beginning of the other's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from widemesh.serving import Engine, FinishReason, SamplingParams
+from widemesh.serving.loop import EngineLoop
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    """A new request."""
+
+    name: str
+    prompt: np.ndarray
+    sampling: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort:
+    """End an earlier request, wherever it is."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Go on once an earlier request has ended."""
+
+    name: str
+
+
+Operation = Submit | Abort | Wait
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Operations in order."""
+
+    seed: int
+    operations: tuple[Operation, ...]
+
+    @classmethod
+    def draw(
+        cls, seed: int, operations: int, *, vocab: int, longest_prompt: int, longest_output: int, image_id: int
+    ) -> Workload:
+        """Random operations. About one prompt in two begins like an earlier one, cut anywhere."""
+        rng = np.random.default_rng(seed)
+        done: list[Operation] = []
+        prompts: list[np.ndarray] = []
+        names: list[str] = []
+        while len(done) < operations:
+            kind = rng.choice(3, p=(0.6, 0.15, 0.25)) if names else 0
+            if kind == 0:
+                name = f"r{len(names)}"
+                prompt = rng.integers(3, vocab, rng.integers(1, longest_prompt + 1)).astype(np.int32)
+                if prompts and rng.random() < 0.5:
+                    earlier = prompts[rng.integers(len(prompts))]
+                    shared = rng.integers(1, len(earlier) + 1)
+                    prompt = np.concatenate([earlier[:shared], prompt])[:longest_prompt]
+                prompt = np.where(prompt == image_id, 3, prompt).astype(np.int32)
+                prompts.append(prompt)
+                names.append(name)
+                done.append(Submit(name, prompt, _sampling(rng, longest_output)))
+            else:
+                name = names[rng.integers(max(0, len(names) - 8), len(names))]
+                done.append(Abort(name) if kind == 1 else Wait(name))
+        return cls(seed, tuple(done))
+
+
+def _sampling(rng: np.random.Generator, longest: int) -> SamplingParams:
+    """Greedy for one request in two; the others seeded, with every setting that shapes a distribution now and then."""
+    common: dict[str, Any] = {"max_tokens": int(rng.integers(1, longest + 1)), "ignore_eos": bool(rng.random() < 0.7)}
+    if rng.random() < 0.2:
+        common["stop_token_ids"] = tuple(int(i) for i in rng.integers(3, 100, 3))
+    if rng.random() < 0.2:
+        common["repetition_penalty"] = float(rng.uniform(1.0, 1.5))
+    if rng.random() < 0.2:
+        common["frequency_penalty"] = float(rng.uniform(0.0, 1.0))
+    if rng.random() < 0.5:
+        return SamplingParams(temperature=0.0, **common)
+    if rng.random() < 0.3:
+        common["top_k"] = int(rng.integers(1, 40))
+    if rng.random() < 0.3:
+        common["top_p"] = float(rng.uniform(0.5, 1.0))
+    if rng.random() < 0.2:
+        common["min_p"] = float(rng.uniform(0.0, 0.2))
+    return SamplingParams(temperature=float(rng.uniform(0.5, 1.2)), seed=int(rng.integers(2**31)), **common)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one request came to."""
+
+    tokens: list[int]
+    reason: FinishReason | None = None
+
+
+def run(engine: Engine, workload: Workload) -> dict[str, Outcome]:
+    """Run all operations and wait for what is left. Checks accounts after every turn, and that nothing compiles."""
+    loop = engine._loop
+    scheduler, turn, problems = loop._scheduler, loop._turn, []
+
+    def checked() -> None:
+        turn()
+        try:
+            scheduler.check()
+        except AssertionError as err:
+            problems.append(repr(err))
+            raise
+
+    loop._turn = checked  # type: ignore[method-assign]
+    compiled = engine.metrics._compiles.after_warm_up
+    try:
+        outcomes = asyncio.run(_run(engine, workload))
+    finally:
+        del loop._turn
+    assert isinstance(loop, EngineLoop) and not problems, problems
+    assert engine.is_alive and engine.num_running == engine.num_waiting == 0
+    assert engine.metrics._compiles.after_warm_up == compiled
+    for pool in (*scheduler.prefill.pools, *scheduler.decode.pools):
+        assert pool.num_used == 0
+    return outcomes
+
+
+async def _run(engine: Engine, workload: Workload) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    readers: dict[str, asyncio.Task[None]] = {}
+
+    async def read(name: str, operation: Submit) -> None:
+        async for delta in engine.stream(operation.prompt, operation.sampling, request_id=name):
+            outcomes[name].tokens += delta.token_ids.tolist()
+            outcomes[name].reason = delta.finish_reason
+
+    for operation in workload.operations:
+        match operation:
+            case Submit(name):
+                outcomes[name] = Outcome([])
+                readers[name] = asyncio.create_task(read(name, operation))
+                await asyncio.sleep(0)
+            case Abort(name):
+                engine.abort(name)
+            case Wait(name):
+                await readers[name]
+    await asyncio.gather(*readers.values())
+    return outcomes
+
+
+def compare(workload: Workload, first: dict[str, Outcome], second: dict[str, Outcome]) -> int:
+    """Assert equal tokens; returns how many tokens were compared."""
+    compared = 0
+    for operation in workload.operations:
+        if not isinstance(operation, Submit):
+            continue
+        own, other = first[operation.name], second[operation.name]
+        said = f"{operation.name} of seed {workload.seed}: {operation.sampling}, prompt of {len(operation.prompt)}"
+        if FinishReason.ABORT in (own.reason, other.reason):
+            count = min(len(own.tokens), len(other.tokens))
+            assert own.tokens[:count] == other.tokens[:count], said
+        else:
+            count = len(own.tokens)
+            assert (own.tokens, own.reason) == (other.tokens, other.reason), said
+        assert FinishReason.ERROR not in (own.reason, other.reason), said
+        compared += count
+    return compared

@@ -1,0 +1,185 @@
+"""The plan counts the arrays that are really made, to the byte, and the released model's figures come out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from widemesh.model.cache import init_cache, page_layout
+from widemesh.model.config import ConfigError
+from widemesh.model.loading import place_parameters, read_parameters, split_model
+from widemesh.model.numerics import numerics_named
+from widemesh.model.presets import FLASH, PRESETS
+from widemesh.model.random_weights import random_tensors
+from widemesh.model.rope import RopeTables
+from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
+from widemesh.serving.config import EngineConfig
+from widemesh.serving.memory_plan import MeshMemory, check_model_limits, format_bytes, plan_memory, rank_cache
+from widemesh.serving.sampling import init_tally
+from widemesh.sharding import make_mesh
+
+TINY = [name for name in PRESETS if name.startswith("tiny-")]
+STATE = ("page pool", "window rings", "compressor rings", "page tables")
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def parts(mesh: MeshMemory):
+    return {part.name: part.num_bytes for part in mesh.parts}
+
+
+def test_released_figures():
+    plan = plan_memory(FLASH, EngineConfig(numerics="kvq"))
+    assert (plan.bytes_per_token, plan.page_bytes) == (890, 56960)
+    assert plan.window_bytes_per_slot == 40 * 160 * 528 == 3379200
+    assert plan.window_bytes_needed == 40 * 128 * 528 == 2703360
+    shown = plan.to_json()
+    assert type(shown["bytes_per_token"]) is int and shown["page_bytes"] == 56960
+
+
+@pytest.mark.parametrize("page_size", [2, 16, 64, 256])
+@pytest.mark.parametrize(("numerics", "per_token"), [("kvq", 890), ("w8a8", 890), ("plain", 4 * (512 + 128) * 5 // 2)])
+def test_a_released_token_costs_the_same_in_pages_of_any_size(page_size, numerics, per_token):
+    plan = plan_memory(FLASH, EngineConfig(numerics=numerics, page_size=page_size))
+    assert plan.bytes_per_token == per_token and plan.page_bytes == page_size * per_token
+
+
+def test_a_released_pool_grows_by_whole_pages_and_nothing_else():
+    small, large = (plan_memory(FLASH, EngineConfig(num_pages=pages)) for pages in (1000, 1001))
+    assert small.prefill == large.prefill
+    assert parts(large.decode) == parts(small.decode) | {"page pool": 1001 * 56960}
+    assert large.total_bytes - small.total_bytes == 4 * 56960
+
+
+@pytest.mark.parametrize(("preset", "numerics"), list(itertools.product(TINY, ["kvq", "plain"])))
+def test_state_is_what_a_built_cache_holds(preset, numerics):
+    model = PRESETS[preset]
+    config = EngineConfig(numerics=numerics, page_size=16, max_model_len=100, max_num_seqs=6, decode_devices=2,
+                          num_pages=33, num_prefill_pages=21)  # fmt: skip
+    plan, sizes = plan_memory(model, config), config.scheduler
+    layout = page_layout(model, numerics_named(numerics), 16)
+    for mesh, slots, pages in ((plan.prefill, 1, 21), (plan.decode, 3, 33)):
+        cache = init_cache(model, layout, slots=slots, pages=pages, table_pages=sizes.pages_per_slot)
+        found = parts(mesh)
+        assert sum(found[name] for name in STATE) == nbytes(cache)
+        assert found["page pool"] == cache.pages.nbytes == pages * plan.page_bytes
+        assert found["window rings"] == nbytes([layer.window for layer in cache.layers])
+        assert found["window rings"] == slots * plan.window_bytes_per_slot
+        assert found["compressor rings"] == nbytes([layer.open_group for layer in cache.layers]) > 0
+        assert found["page tables"] == cache.table.nbytes == slots * 7 * 4
+        read = sum(layer.window[0, : model.sliding_window].nbytes for layer in cache.layers)
+        assert read == plan.window_bytes_needed < plan.window_bytes_per_slot
+    assert "penalty tallies" not in parts(plan.prefill)
+    assert parts(plan.decode)["penalty tallies"] == nbytes(init_tally(3, model.vocab_size))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parameters_and_tables_are_what_a_rank_gets(ranks):
+    model = PRESETS["tiny-structure"]  # 4 experts: over 3 ranks each has room for 2
+    plan = plan_memory(model, EngineConfig(max_model_len=100, prefill_devices=ranks, decode_devices=1))
+    slots = -(-model.n_routed_experts // ranks)
+    shapes = expert_shapes(model)
+    owner = np.arange(slots, dtype=np.int32)  # what one rank holds
+    state = place_parameters(read_parameters(model, shapes.__getitem__, owner), make_mesh(jax.devices()[:1]))
+    found = parts(plan.prefill)
+    assert found["parameters"] + found["Engram tables"] == nbytes(state)
+    assert found["Engram tables"] == 4 * sum(model.engram_num_embeddings) * model.engram_head_dim
+    assert found["rotary tables"] == nbytes(RopeTables.build(model, 128))
+
+
+def expert_shapes(model):
+    """A zero for every tensor of a checkpoint, by name."""
+    return {name: np.zeros(tensor.shape, np.float32) for name, tensor in random_tensors(model, 0)}
+
+
+def test_step_arrays_grow_with_rows_times_the_longest_request():
+    config = EngineConfig(max_model_len=1023, page_size=64, max_num_batched_tokens=256, prefill_devices=2,
+                          max_num_seqs=8, decode_devices=4)  # fmt: skip
+    plan = plan_memory(FLASH, config)
+    prefill, decode = parts(plan.prefill), parts(plan.decode)
+    assert prefill["index scores"] == 128 * 1024 * 4  # rows x entries at ratio 1 x 4 B
+    assert decode["index scores"] == 2 * 1024 * 4  # one row of each of 2 slots
+    assert prefill["candidate masks"] == 3 * 128 * 1024
+    assert prefill["logits"] == 128 * FLASH.vocab_size * 4 and decode["logits"] == 2 * FLASH.vocab_size * 4
+    longer = plan_memory(FLASH, dataclasses.replace(config, max_model_len=4 * 1024 - 1))
+    wider = plan_memory(FLASH, dataclasses.replace(config, max_num_batched_tokens=512))
+    assert parts(longer.prefill)["index scores"] == 4 * prefill["index scores"]
+    assert parts(longer.decode)["index scores"] == 4 * decode["index scores"]
+    assert parts(wider.prefill)["index scores"] == 2 * prefill["index scores"]
+    assert parts(wider.decode)["index scores"] == decode["index scores"]
+
+
+def test_the_longest_released_prompt_is_planned_without_allocating():
+    plan = plan_memory(FLASH, EngineConfig(max_model_len=1048576, num_pages=10**9))
+    assert parts(plan.decode)["page pool"] == 10**9 * 56960
+    # The table has room for the newest token too, hence one page more.
+    assert parts(plan.prefill)["index scores"] == 128 * (1048576 + 64) * 4
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(256, 1), (1, 8)])
+def test_the_compiler_needs_about_what_the_plan_says_of_a_step(rows, slots):
+    """A model of three layers, so that it compiles in seconds; 2000 tokens."""
+    model = dataclasses.replace(
+        PRESETS["tiny-structure"], num_hidden_layers=3, compress_ratios=(0, 1, 1, 0, 0), kv_source_layer_ids=(1,),
+        index_source_layer_ids=(1, 2), candidate_source_layer_id=1, engram_layer_ids=(), engram_num_embeddings=(),
+    )  # fmt: skip
+    config = EngineConfig(max_model_len=2000, max_num_batched_tokens=rows, prefill_devices=1, max_num_seqs=slots,
+                          decode_devices=1)  # fmt: skip
+    sizes, plan = config.scheduler, plan_memory(model, config)
+    mesh, pages = (plan.prefill, sizes.prefill_pages) if rows > 1 else (plan.decode, sizes.decode_pages)
+    cache, (graph, state) = rank_cache(model, config, slots=slots, pages=pages), split_model(model)
+    numerics, positions = numerics_named(config.numerics), sizes.pages_per_slot * config.page_size
+    settings = StepSettings(numerics=numerics, selection=selection_form(rows, numerics), start_bound=positions - 1)
+
+    def step(parameters, cache, batch, rope):
+        context, transformer = StepContext(batch, rope, settings), nnx.merge(graph, parameters)
+        hidden, cache = transformer(cache, context)
+        return transformer.logits(hidden, context), cache
+
+    rope = RopeTables.build(model, positions)
+    one, many = np.zeros(slots, np.int32), np.zeros((slots, rows), np.int32)
+    batch = Rows.of(many, one, one, np.zeros((slots, rows, 0, model.num_engram_columns), np.int32))
+    program = jax.jit(step, donate_argnums=1, keep_unused=True)
+    used = program.lower(state, cache, batch, rope).compile().memory_analysis()
+    kept = mesh.kind_bytes("parameters") + mesh.kind_bytes("state") - parts(mesh).get("penalty tallies", 0)
+    assert kept == used.argument_size_in_bytes - nbytes(batch)
+    assert 0.5 < used.temp_size_in_bytes / mesh.kind_bytes("step") < 1.3
+
+
+def test_totals_are_sums_of_the_parts():
+    plan = plan_memory(PRESETS["tiny-mesh"], EngineConfig(prefill_devices=2, decode_devices=4))
+    shown = plan.to_json()
+    assert shown["ranks"] == {"prefill": 2, "decode": 4}
+    for mesh in plan.meshes:
+        assert shown["totals"][mesh.name] == mesh.ranks * sum(shown["per_rank"][mesh.name].values())
+        assert mesh.rank_bytes == sum(mesh.kind_bytes(kind) for kind in ("parameters", "state", "step"))
+    assert shown["totals"]["all"] == shown["totals"]["prefill"] + shown["totals"]["decode"] == plan.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"page_size": 3}, "page_size=3 must hold whole groups of every compress ratio; use a multiple of 2"),
+        ({"max_model_len": 5000}, "max_model_len=5000 exceeds the model's max_position_embeddings=4096; use at most"),
+    ],
+)
+def test_settings_that_the_model_cannot_have_are_refused(settings, sentence):
+    model, config = PRESETS["tiny-mesh"], EngineConfig(**settings)
+    for check in (check_model_limits, plan_memory):
+        with pytest.raises(ConfigError, match=sentence):
+            check(model, config)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB")],
+)
+def test_units(num_bytes, text):
+    assert format_bytes(num_bytes) == text
