@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from widemesh.model.step import Rows
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.decode_state import DecodeState, JoinRow
 from widemesh.serving.mesh_state import MeshState
-from widemesh.serving.programs import Sampled, export_state
+from widemesh.serving.programs import Sampled
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, TallyRow, full_mask, init_tally
 from widemesh.serving.scheduling import KvLoad, PageWrites
 from widemesh.serving.transfer import InProcessTransfer, take_rank
@@ -76,11 +76,13 @@ class DecodeStep:
 class DeviceEngine:
     """Prefill, hand-over and decode on their meshes. Every call returns once its work is dispatched."""
 
+    mesh_type: Callable[..., MeshState] = MeshState  # what makes a mesh's state and programs
+
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, engram_hash: EngramHash, meshes: MeshPair):
         self.config, self.model_config, self.engram_hash = config, checkpoint.config, engram_hash
         sizes, model = config.scheduler, checkpoint.config
-        self.prefill = MeshState(checkpoint, config, meshes.prefill, slots=1, pages=sizes.prefill_pages)
-        self.decode = MeshState(
+        self.prefill = self.mesh_type(checkpoint, config, meshes.prefill, slots=1, pages=sizes.prefill_pages)
+        self.decode = self.mesh_type(
             checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages
         )
         self.transfer = InProcessTransfer(meshes.decode)
@@ -93,7 +95,7 @@ class DeviceEngine:
             self._tail = {rows: programs.tail(min(rows, model.sliding_window)) for rows in self._chunks}
         else:
             self._whole = {rows: programs.prefill(rows) for rows in self._chunks}
-        self._export = jax.jit(export_state)
+        self._export = programs.export()
 
         slots, programs = config.max_num_seqs, self.decode.programs
         self._import, self._join, self._write_tally = programs.import_state(), programs.join(), programs.write_tally()

@@ -9,24 +9,27 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.config import ConfigError
-from widemesh.model.forward import load_engram_hash
+from widemesh.model.engram_hash import EngramHash
+from widemesh.model.forward import ForwardModel, load_engram_hash
+from widemesh.model.loading import read_parameters
+from widemesh.model.numerics import numerics_named
 from widemesh.serving.compile_cache import enable_compile_cache
 from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.device import DeviceEngine
 from widemesh.serving.engine_request import Request
-from widemesh.serving.limits import MAX_STOP_IDS
-from widemesh.serving.loop import EngineLoop
+from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
+from widemesh.serving.loop import EngineLoop, WeightUpdate
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
 from widemesh.serving.memory_plan import check_model_limits, plan_memory
 from widemesh.serving.metrics import EngineMetrics
@@ -35,6 +38,7 @@ from widemesh.serving.samples import Samples
 from widemesh.serving.scheduling import ReplayRule, Scheduler, hash_pages
 from widemesh.serving.structured import ConstraintCompiler
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
+from widemesh.serving.weights import Weights
 from widemesh.sharding import make_meshes, request_cpu_devices
 
 Prompt = str | Sequence[int] | Int32[np.ndarray, "N"]
@@ -77,12 +81,14 @@ class Engine:
         scheduler: Scheduler[Request] = Scheduler(config.scheduler, rule)
         request_cpu_devices(config.prefill_devices + config.decode_devices)
         self.meshes = make_meshes(config.prefill_devices, config.decode_devices)
-        refuse_if_too_large(plan_memory(self.model_config, config), available_memory(jax.devices()))
         self.tokenizer = load_tokenizer(config.model)
         self._tokenizer_config = load_tokenizer_config(config.model)
         engram_hash = load_engram_hash(self.model_config, config.model)
         enable_compile_cache()
-        self.device = DeviceEngine(config, checkpoint, engram_hash, self.meshes)
+        self._weights, self._engram_hash = Weights(checkpoint), engram_hash
+        self._whole: tuple[Weights, ForwardModel] | None = None  # made when somebody asks for logits
+        self._update_lock = threading.Lock()
+        self.device = self._open_device(checkpoint, engram_hash)
         self._compiles = CompileCounter()
         self.device.warm_up()
         self._compiles.mark_warm()
@@ -106,10 +112,15 @@ class Engine:
     # --- running requests -----------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Completion]:
         """Run prompts to their ends and return their completions in order. `sampling`: one for all or one each.
 
+        Requests of a lower `priority` number go first, and are the last to be preempted.
         The list is flat: a prompt whose setting has n samples takes n places, in order of their index.
         Raises RequestError for the first prompt that is refused; none of the others is left running then.
         """
@@ -121,7 +132,7 @@ class Engine:
         asked: list[Samples] = []
         try:
             for prompt, one in zip(each, settings, strict=True):
-                asked.append(self._submit(prompt, one, "", arrived.put, keeps_deltas=True))
+                asked.append(self._submit(prompt, one, "", arrived.put, priority, keeps_deltas=True))
             return self._collect(asked, arrived)
         except BaseException:
             for samples in asked:
@@ -129,13 +140,13 @@ class Engine:
             raise
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str = ""
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str = "", priority: int = 0
     ) -> DeltaStream:
         """Start a request and iterate over its deltas; the last one of each of its samples has a finish_reason.
 
         The request is checked and queued by this call, which raises RequestError if it is refused. Must be called
         from a running asyncio loop. Closing or cancelling the iteration aborts the request; an iterator that is
-        never started must be closed with `aclose`. An empty request_id gets a fresh one.
+        never started must be closed with `aclose`. An empty request_id gets a fresh one. `priority` as in `generate`.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Delta] = asyncio.Queue()
@@ -146,7 +157,7 @@ class Engine:
             except RuntimeError:  # the loop is closed: nobody reads this any more
                 self.abort(delta.request_id)
 
-        samples = self._submit(prompt, sampling or SamplingParams(), request_id, deliver)
+        samples = self._submit(prompt, sampling or SamplingParams(), request_id, deliver, priority)
         return DeltaStream(samples, arrived, self.abort)
 
     def compile_constraint(self, sampling: SamplingParams) -> None:
@@ -162,6 +173,60 @@ class Engine:
             names = tuple(self._in_flight.get(request_id, ()))
         for name in names:
             self._loop.abort(name)
+
+    # --- weights and research -------------------------------------------------------------------------------------
+
+    def update_weights(
+        self, tensors: Mapping[str, Any], in_flight: Literal["finish", "abort"] = "finish"
+    ) -> int:
+        """Replace weights while serving; returns the new version, which every later result carries.
+
+        `tensors` maps released tensor names to float32 or bfloat16 arrays of the released shapes; what it does not
+        name stays. They are applied at a step boundary, when the requests that have begun are finished, or have been
+        aborted for `in_flight="abort"`; others wait and start on the new weights. The prefix cache is emptied. Nothing
+        is compiled. Blocks until it is done: call it from a thread of its own inside an event loop.
+
+        Raises ValueError that names a tensor which does not fit, and EngineError if the engine ends before.
+        """
+        if in_flight not in ("finish", "abort"):
+            raise ValueError(f"in_flight={in_flight!r} is unknown; use 'finish' or 'abort'")
+        with self._update_lock:
+            weights = self._weights.updated(tensors)
+            update = WeightUpdate(
+                prefill=self.device.prefill.place(weights.read),
+                decode=self.device.decode.place(weights.read),
+                aborts=in_flight == "abort",
+            )
+            if not self._loop.update_weights(update):
+                raise EngineError("the engine is closed or has failed; start a new one")
+            self._weights = weights
+            return update.version
+
+    @property
+    def weights_version(self) -> int:
+        """How many times the weights have been updated."""
+        return self._loop.weights_version
+
+    def logits(self, prompt: Prompt) -> Float[np.ndarray, "S V"]:
+        """f32 logits of every position of a prompt, by one exact forward on one device, beside the serving.
+
+        The first call keeps a second copy of the weights; each new power of two in length compiles a program.
+        """
+        return self._forward().logits(self._prompt_ids(prompt))
+
+    def hidden_states(self, prompt: Prompt) -> Float[np.ndarray, "S D"]:
+        """Final normed hidden state of every position of a prompt, as `logits`."""
+        return self._forward().hidden(self._prompt_ids(prompt))
+
+    def _forward(self) -> ForwardModel:
+        with self._update_lock:
+            if self._whole is None or self._whole[0] is not self._weights:
+                owner = np.arange(self.model_config.n_routed_experts)
+                parameters = read_parameters(self.model_config, self._weights.read, owner)
+                numerics = numerics_named(self.config.numerics)
+                model = ForwardModel(self.model_config, parameters, self._engram_hash, numerics, self.config.page_size)
+                self._whole = self._weights, model
+            return self._whole[1]
 
     def close(self) -> None:
         """Stop. Requests in flight end with finish_reason abort. Idempotent."""
@@ -196,17 +261,25 @@ class Engine:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _open_device(self, checkpoint: Checkpoint, engram_hash: EngramHash) -> DeviceEngine:
+        """Everything on the devices. Raises ConfigError if it would not fit; nothing is allocated before."""
+        refuse_if_too_large(plan_memory(self.model_config, self.config), available_memory(jax.devices()))
+        return DeviceEngine(self.config, checkpoint, engram_hash, self.meshes)
+
     def _submit(
         self,
         prompt: Prompt,
         sampling: SamplingParams,
         request_id: str,
         deliver: Callable[[Delta], None],
+        priority: int,
         *,
         keeps_deltas: bool = False,
     ) -> Samples:
         """Check a request and hand its samples to the loop."""
         ids = self._prompt_ids(prompt)
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError("priority", priority, f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}; use 0")
         self._check_token_ids(sampling)
         constraint = self._constraints.compile(sampling)
         hashes = hash_pages(ids, self.config.page_size)
@@ -224,6 +297,7 @@ class Engine:
                 page_hashes=hashes,
                 sampling=sampling,
                 seed=seed + index,
+                priority=priority,
                 max_tokens=min(sampling.max_tokens or room, room),
                 stop_token_ids=frozenset((*sampling.stop_token_ids, *eos)),
                 deliver=deliver if sampling.n == 1 else functools.partial(_deliver_sample, deliver, request_id, index),

@@ -12,9 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Bool, Int32, UInt32
 
 from widemesh.serving.config import EngineConfig
@@ -40,6 +42,17 @@ class Counters:
     generated_tokens: int = 0
 
 
+@dataclasses.dataclass(kw_only=True)
+class WeightUpdate:
+    """New parameters for both meshes, and who waits for them."""
+
+    prefill: nnx.State[Any, Any]
+    decode: nnx.State[Any, Any]
+    aborts: bool  # end what has started, instead of letting it finish on the old weights
+    is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    version: int = 0  # after it; 0 = it was never applied
+
+
 class EngineLoop:
     """Runs until `stop`. Requests in flight at that moment, and after a defect, end with abort or error."""
 
@@ -61,7 +74,9 @@ class EngineLoop:
         self._inbox: list[Request] = []
         self._aborts: dict[str, FinishReason] = {}
         self._live: dict[str, Request] = {}
+        self._updates: collections.deque[WeightUpdate] = collections.deque()
         self._is_stopping = False
+        self.weights_version = 0
         self.counters = Counters()
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="widemesh-engine", daemon=True)
@@ -97,6 +112,16 @@ class EngineLoop:
         with self._wake:
             self._aborts.setdefault(request_id, reason)
             self._wake.notify()
+
+    def update_weights(self, update: WeightUpdate) -> bool:
+        """Apply an update at a step boundary and wait for it. False: the loop has ended before."""
+        with self._wake:
+            if self._is_stopping or self.failure is not None:
+                return False
+            self._updates.append(update)
+            self._wake.notify()
+        update.is_over.wait()
+        return update.version > 0
 
     def stop(self) -> None:
         """End everything in flight with abort and wait for the thread. May be called twice."""
@@ -134,14 +159,17 @@ class EngineLoop:
             self._inbox = []
         for request in left:
             self._finish(request, reason)
+        for update in self._updates:
+            update.is_over.set()
         self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
 
     def _take_in(self) -> bool:
         """Move posted requests and aborts into the scheduler; sleep while there is nothing to do. False: stop."""
         with self._wake:
             while not (
-                self._is_stopping or self._inbox or self._aborts or self._scheduler.has_work or self._in_flight
-            ):
+                self._is_stopping or self._inbox or self._aborts or self._updates or self._scheduler.has_work
+                or self._in_flight
+            ):  # fmt: skip
                 self._wake.wait()
             if self._is_stopping:
                 return False
@@ -165,14 +193,34 @@ class EngineLoop:
         # Decode does not wait for chunks that are still running: neither by loading what they make, nor behind more.
         while self._prefilling and self._prefilling[0][1].is_ready():  # type: ignore[attr-defined]
             self._scheduler.prefill_done(self._prefilling.popleft()[0])
+        if self._updates:
+            self._update_weights()
         hold = self._awaits_token if self._awaits_token.any() else None
-        plan = self._scheduler.plan_step(hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT)
+        plan = self._scheduler.plan_step(
+            hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT, only_resumed=bool(self._updates)
+        )
         self._dispatch(plan)
         if self._in_flight and (plan.decode is None or len(self._in_flight) >= _STEPS_IN_FLIGHT):
             self._settle(*self._in_flight.popleft())
         elif plan.decode is None and self._prefilling:
             self._prefilling[0][1].block_until_ready()
         self._report(plan, time.monotonic() - start_s)
+
+    def _update_weights(self) -> None:
+        """Apply updates, once nothing runs on the weights that they replace. New requests wait meanwhile."""
+        while self._updates:
+            update = self._updates[0]
+            if update.aborts:
+                for request in [r for r in self._live.values() if r.epoch >= 0 or r.num_preemptions]:
+                    self._finish(request, FinishReason.ABORT)
+            if self._scheduler.has_started:
+                return
+            self._device.prefill.parameters, self._device.decode.parameters = update.prefill, update.decode
+            self._scheduler.flush_prefix_cache()
+            self.weights_version += 1
+            update.version = self.weights_version
+            self._updates.popleft()
+            update.is_over.set()
 
     def _dispatch(self, plan: StepPlan[Request]) -> None:
         now_s = time.monotonic()
@@ -304,6 +352,7 @@ class EngineLoop:
                 cached_tokens=request.hit_tokens,
                 matched_token_id=int(token_ids[-1]) if is_stop else None,
                 logprobs=logprobs,
+                weights_version=self.weights_version,
             )
         )
 

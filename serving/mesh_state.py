@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,18 +44,28 @@ class MeshState:
         )
         self.sharding = self.programs.sharding()
         self.replicated = named_sharding(mesh, ())
-        owner = initial_slot_owner(model.n_routed_experts, mesh.devices.size)
-        host: nnx.State[Any, Any] = read_parameters(model, checkpoint.read, owner)
-        self.parameters = place_parameters(host, mesh)
+        self._model, self._mesh = model, mesh
+        self._fill(checkpoint, config)
+        self._write_table = self.programs.write_table()
+
+    def _fill(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        """Put on the devices what the programs take."""
+        model = self._model
+        self.parameters = self.place(checkpoint.read)
         self.rope: RopeTables = jax.device_put(RopeTables.build(model, self.max_len), self.replicated)
         layout = page_layout(model, self.programs.numerics, config.page_size)
 
         def make() -> Cache:
-            return init_cache(model, layout, slots=self.ranks * slots, pages=self.ranks * pages,
-                              table_pages=self.table_pages)  # fmt: skip
+            return init_cache(model, layout, slots=self.ranks * self.slots_per_rank,
+                              pages=self.ranks * self.pages_per_rank, table_pages=self.table_pages)  # fmt: skip
 
         self.cache: Cache = jax.jit(make, out_shardings=self.sharding)()  # made where it lies
-        self._write_table = self.programs.write_table()
+
+    def place(self, read: Callable[[str], np.ndarray]) -> nnx.State[Any, Any]:
+        """Parameters of this mesh from a function that reads released tensors, laid out as its programs take them."""
+        owner = initial_slot_owner(self._model.n_routed_experts, self._mesh.devices.size)
+        host: nnx.State[Any, Any] = read_parameters(self._model, read, owner)
+        return place_parameters(host, self._mesh)
 
     def put(self, host: Any) -> Any:
         """Host arrays with one part per rank, on the devices. The arrays must not be written again."""

@@ -175,10 +175,14 @@ class Programs:
         """Set entries of the page tables: (slot, place, page); a slot of -1 sets none."""
         return self._map(lambda cache, writes: _write_table(cache, writes[0]), 2, donated=0)
 
+    def export(self) -> Callable[[Cache, Int32[Array, "n"]], HandOver]:
+        """(cache of one rank, page ids) -> what is handed over of its only slot: its rings, and these pages."""
+        return jax.jit(lambda cache, pages: HandOver(cache.pages[pages], cache.layers))
+
     def import_state(self) -> Callable[[Cache, HandOver, Int32[Array, "R"], Int32[Array, "R n"]], Cache]:
         """Write one handed-over request per rank into a slot and pages; a slot of -1 writes nothing.
 
-        The hand-over is one as `export_state` makes it, with n pages, one request per rank. Pages past the end of the
+        The hand-over is one as `export` makes it, with n pages, one request per rank. Pages past the end of the
         pool are dropped.
         """
 
@@ -224,11 +228,6 @@ class Programs:
     def sharding(self, spec: PartitionSpec = _PER_RANK) -> NamedSharding:
         """Layout of an array with one part per rank (or `spec`)."""
         return NamedSharding(self.mesh, spec)
-
-
-def export_state(cache: Cache, pages: Int32[Array, "n"]) -> HandOver:
-    """State of a rank with a single slot: its rings, and the pages with these ids."""
-    return HandOver(cache.pages[pages], cache.layers)
 
 
 def _write_table(cache: Cache, writes: Int32[Array, "n 3"]) -> Cache:

@@ -192,6 +192,7 @@ class Delta:
     matched_token_id: int | None = None  # the stop token that ended it; eos is one
     matched_stop: str | None = None  # the stop string that ended it
     logprobs: TokenLogprobs | None = None  # of token_ids, if asked for
+    weights_version: int = 0  # how many times the weights had been updated
 
     @staticmethod
     def join(deltas: list[Delta]) -> Delta:
@@ -217,3 +218,4 @@ class Completion:
     matched_token_id: int | None = None
     matched_stop: str | None = None
     logprobs: TokenLogprobs | None = None  # of token_ids, if asked for
+    weights_version: int = 0  # how many times the weights had been updated

@@ -102,4 +102,5 @@ class Samples:
             matched_token_id=whole.matched_token_id,
             matched_stop=whole.matched_stop,
             logprobs=whole.logprobs,
+            weights_version=whole.weights_version,
         )

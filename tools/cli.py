@@ -39,7 +39,9 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "logits": Command("widemesh.tools.logits:Logits", "write the logits of every position of given token ids"),
     "memory": Command("widemesh.tools.memory:Memory", "print how much memory an engine will hold"),
     "bench": {
+        "host": Command("widemesh.tools.bench.host:HostBench", "time the engine's own thread at a full batch"),
         "prefill-peer": Command("widemesh.tools.bench.prefill_peer:PrefillPeer", "time one prefill and its floor"),
+        "replay": Command("widemesh.tools.bench.replay:Replay", "time a prefill with and without the bounded tail"),
     },
 }
 

@@ -8,7 +8,7 @@ that cannot tell zero from unset, take the default of `SamplingParams`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from widemesh.serving.request import Delta, RequestError, SamplingParams, Status
 
 MAX_TOKEN_ID = 2**31 - 1
+PRIORITY_KEY = "x-priority"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,18 @@ def read_request(request: pb.GenerateRequest) -> GenerateCall:
         sampling=_read_sampling(used.get("sampling_params", pb.SamplingParams())),
         stream=request.stream,
     )
+
+
+def read_priority(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
+    """Priority of a call, from its metadata `x-priority`: the protocol has no field for it. Lower goes first."""
+    for key, value in metadata or ():
+        if key == PRIORITY_KEY:
+            try:
+                return int(value)
+            except ValueError:
+                remedy = "must be a whole number; lower goes first, 0 is usual"
+                raise RequestError(PRIORITY_KEY, value, remedy) from None
+    return 0
 
 
 def _read_prompt(request: pb.GenerateRequest) -> str | Int32[np.ndarray, " S"]:

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from widemesh.model.config import MODEL_TYPE
 from widemesh.serving.grpc import tokenizer_bundle
-from widemesh.serving.grpc.convert import GenerateCall, read_request, write_chunk, write_complete
+from widemesh.serving.grpc.convert import GenerateCall, read_priority, read_request, write_chunk, write_complete
 from widemesh.serving.grpc.request_log import RequestLog
 from widemesh.serving.request import Delta, FinishReason, RequestError
 from widemesh.serving.tokens import encode_prompt, load_tokenizer_config
@@ -123,7 +123,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                     log.add(aborted)
                     await context.write(write_complete(aborted))
                 return
-        deltas = engine.stream(prompt, call.sampling, request_id=call.request_id)
+        deltas = engine.stream(
+            prompt, call.sampling, request_id=call.request_id, priority=read_priority(context.invocation_metadata())
+        )
         log.accepted()
         async with contextlib.aclosing(deltas):  # leaving early aborts the request
             collected: list[list[Delta]] = [[] for _ in range(call.sampling.n)]

@@ -94,8 +94,13 @@ class Scheduler[RequestT: ScheduledRequest]:
         self.waiting.add(request)
         self._may_admit = True
 
-    def plan_step(self, hold: Bool[np.ndarray, "slots"] | None = None, *, prefill: bool = True) -> StepPlan[RequestT]:
-        """What to dispatch next. Decode slots set in `hold` sit this step out; without `prefill`, so do all chunks."""
+    def plan_step(
+        self, hold: Bool[np.ndarray, "slots"] | None = None, *, prefill: bool = True, only_resumed: bool = False
+    ) -> StepPlan[RequestT]:
+        """What to dispatch next. Decode slots set in `hold` sit this step out; without `prefill`, so do all chunks.
+
+        With `only_resumed` nobody is admitted but those that have run before and were preempted.
+        """
         preempted: list[RequestT] = []
 
         def preempt(victim: RequestT) -> None:
@@ -108,7 +113,7 @@ class Scheduler[RequestT: ScheduledRequest]:
         admitted: list[RequestT] = []
         prefill_pages: list[PageWrites] = []
         if self._may_admit and self.decode.num_free_slots:
-            self._admit(admitted, prefill_pages, decode_pages)
+            self._admit(admitted, prefill_pages, decode_pages, only_resumed)
         for request in admitted:
             if request.prefill_slot < 0:
                 self._join(request)
@@ -157,6 +162,11 @@ class Scheduler[RequestT: ScheduledRequest]:
         self._may_admit = True  # also when it only waited: a rank may have been kept for it
         return True
 
+    @property
+    def has_started(self) -> bool:
+        """Whether any request has begun and not finished."""
+        return self.num_running > 0 or any(r.state is RequestState.PREEMPTED for r in self.waiting)
+
     def flush_prefix_cache(self) -> None:
         """Forget every cached page, for new weights. What is being prefilled now will not be cached."""
         self.prefill.flush()
@@ -191,13 +201,17 @@ class Scheduler[RequestT: ScheduledRequest]:
         self.decode.join(request)
         self._enter(request, RequestState.RUNNING)
 
-    def _admit(self, admitted: list[RequestT], prefill: list[PageWrites], decode: list[PageWrites]) -> None:
-        self._may_admit = False
+    def _admit(
+        self, admitted: list[RequestT], prefill: list[PageWrites], decode: list[PageWrites], only_resumed: bool
+    ) -> None:
+        self._may_admit = only_resumed  # the others are still to be tried
         passed: list[RequestT] = []
         closed_prefill = closed_decode = -1
         for request in self.waiting.first(self.decode.num_free_slots + _LOOKAHEAD):
             if not self.decode.num_free_slots:
                 break
+            if only_resumed and request.state is not RequestState.PREEMPTED:
+                continue
             place = self._place(request, closed_prefill, closed_decode)
             if place is not None:
                 prefill_place, decode_rank = place

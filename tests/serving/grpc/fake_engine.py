@@ -52,6 +52,7 @@ class FakeEngine:
         self.ended: dict[str, str] = {}
         self.aborts: list[str] = []
         self.transfer_bytes = 0
+        self.priorities: list[int] = []
         self.metrics = Counter("fake:requests", "Requests taken.", registry=None)
         self._running: dict[str, FakeStream] = {}
         self._fresh = itertools.count()
@@ -73,8 +74,11 @@ class FakeEngine:
     def stats(self) -> FakeStats:
         return FakeStats(transferred_bytes=self.transfer_bytes)
 
-    def stream(self, prompt, sampling: SamplingParams | None = None, *, request_id: str = "") -> FakeStream:
+    def stream(
+        self, prompt, sampling: SamplingParams | None = None, *, request_id: str = "", priority: int = 0
+    ) -> FakeStream:
         sampling = sampling or SamplingParams()
+        self.priorities.append(priority)
         request_id = request_id or f"fresh-{next(self._fresh)}"
         if len(self.asked) == self.die_after:
             self.is_alive = False

@@ -349,3 +349,29 @@ def test_every_request_leaves_one_log_line_without_its_text(make_engine, serving
     assert "id='bad' prompt_tokens=0" in bad and "ttft_ms=- " in bad and "finish=refused:UNIMPLEMENTED" in bad
     assert "id='gone'" in gone and "finish=cancelled" in gone
     assert not any("the" in line.replace("other", "") for line in lines())
+
+
+@pytest.mark.parametrize(("metadata", "priority"), [((), 0), ((("x-priority", "-3"),), -3), ((("x-other", "9"),), 0)])
+def test_priority_comes_from_the_metadata(make_engine, serving, request_of, metadata, priority):
+    fake = make_engine()
+
+    async def run():
+        async with serving(fake) as served:
+            async for _ in served.stub.Generate(request_of(), metadata=metadata):
+                pass
+
+    asyncio.run(run())
+    assert fake.priorities == [priority]
+
+
+def test_a_priority_that_is_no_number_is_refused(make_engine, serving, request_of):
+    async def run():
+        async with serving(make_engine()) as served:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in served.stub.Generate(request_of(), metadata=(("x-priority", "high"),)):
+                    pass
+        return caught.value
+
+    err = asyncio.run(run())
+    assert err.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert err.details() == "x-priority='high' must be a whole number; lower goes first, 0 is usual"
