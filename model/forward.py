@@ -65,6 +65,9 @@ class ForwardModel:
         self, config: ModelConfig, parameters: nnx.State[Any, Any], engram_hash: EngramHash, numerics: Numerics,
         page_size: int = DEFAULT_PAGE_SIZE,
     ):  # fmt: skip
+        if page_size < 1 or page_size % config.max_ratio:
+            raise ConfigError(f"page_size={page_size} must be a multiple of the largest compress ratio; use "
+                              f"{config.max_ratio} or a multiple of it")
         self.config, self.numerics, self.engram_hash, self.page_size = config, numerics, engram_hash, page_size
         self.parameters = jax.tree.map(jnp.asarray, parameters)
         self.graph, _ = split_model(config)

@@ -46,6 +46,27 @@ class PrefillRow:
     first: int = 0  # where its run began
     write_from: int = 0  # tokens below are cached already
     is_last: bool = True  # the prompt ends with these rows
+    targets: Int32[np.ndarray, "n"] | None = None  # the token behind each row, if its log-probability is wanted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillStep:
+    """A prefill step under way."""
+
+    done: jax.Array  # comes when all of it has run
+    scored: RowLogprobs | None  # [ranks, rows, ...], of rows with targets; None: there are none
+
+    def is_done(self) -> bool:
+        """Whether it has run."""
+        return bool(self.done.is_ready())  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        """Return when it has run."""
+        self.done.block_until_ready()
+
+    def scores(self) -> RowLogprobs | None:
+        """Its log-probabilities, on the host. Waits for it if there are any."""
+        return None if self.scored is None else jax.device_get(self.scored)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +89,7 @@ class DecodeStep:
     def wait(self) -> DecodeResult:
         """Its result, once it is there."""
         parts = (self.sampled.tokens, self.sampled.count, self.sampled.is_finite)
-        tokens, count, is_finite = jax.device_get(parts)
+        tokens, count, is_finite = map(np.asarray, parts)  # on their way since the dispatch
         logprobs = jax.device_get(self.sampled.logprobs) if self.wants_logprobs else None
         return DecodeResult(tokens=tokens, count=count, is_finite=is_finite, logprobs=logprobs)
 
@@ -95,6 +116,7 @@ class DeviceEngine:
             self._tail = {rows: programs.tail(min(rows, model.sliding_window)) for rows in self._chunks}
         else:
             self._whole = {rows: programs.prefill(rows) for rows in self._chunks}
+        self._score = {rows: programs.score(rows) for rows in self._chunks}
         self._export = programs.export()
 
         slots, programs = config.max_num_seqs, self.decode.programs
@@ -110,6 +132,8 @@ class DeviceEngine:
             self._hash = jax.device_put(EngramDeviceHash.build(engram_hash), self.decode.replicated)
         # Table entries that travel with a step: what its slots can grow by.
         self._writes_per_rank = sizes.slots_per_rank * (1 + sizes.pages_of(config.decode_steps))
+        self._no_writes = self.decode.packed_writes(PageWrites.join([]), self._writes_per_rank)
+        self._wants_logprobs = False
 
     # --- prefill --------------------------------------------------------------------------------------------------
 
@@ -119,32 +143,57 @@ class DeviceEngine:
             self.num_dispatches += 1
             self.prefill.write_table(writes)
 
-    def prefill_step(self, work: list[PrefillRow | None]) -> jax.Array:
-        """Run the next rows of each prefill rank's request (None = idle rank). The array comes when they have run."""
-        longest = max((len(row.token_ids) for row in work if row), default=0)
-        rows = next(size for size in self._chunks if size >= longest)
-        ids = np.zeros((len(work), rows), np.int32)
-        start, length, first, write_from = (np.zeros(len(work), np.int32) for _ in range(4))
-        history = np.full((len(work), self.engram_hash.history_len), -1, np.int32)
-        ends = np.zeros(len(work), bool)
-        for rank, row in enumerate(work):
-            if row:
-                ids[rank, : len(row.token_ids)] = row.token_ids
-                start[rank], length[rank], history[rank] = row.start, len(row.token_ids), row.history
-                first[rank], write_from[rank], ends[rank] = row.first, row.write_from, row.is_last
-        state = self.prefill
-        batch = state.put(Rows(ids, start, length, self.engram_hash.rows(ids, history), first, write_from))  # type: ignore[arg-type]
+    def prefill_step(self, work: list[PrefillRow | None]) -> PrefillStep:
+        """Run the next rows of each prefill rank's request (None = idle rank).
+
+        Rows with targets run in a program of their own, where the other ranks are idle, so that what runs for the
+        others does not depend on them.
+        """
+        scored = [row if row and row.targets is not None else None for row in work]
+        plain = [row if row and row.targets is None else None for row in work]
+        scores = self._run_scored(scored) if any(scored) else None
+        done = self._run_plain(plain) if scores is None or any(plain) else scores.chosen
+        return PrefillStep(done=done, scored=scores)
+
+    def _run_plain(self, work: list[PrefillRow | None]) -> jax.Array:
+        state, (rows, batch) = self.prefill, self._batch(work)
         self.num_dispatches += 1
         if not self._has_tail:
             done, state.cache = self._whole[rows](state.parameters, state.cache, batch, state.rope)
             return done
         boundary, state.cache = self._encode[rows](state.parameters, state.cache, batch, state.rope)
-        if ends.any():
+        if any(row and row.is_last for row in work):
+            ends = [len(row.token_ids) if row and row.is_last else 0 for row in work]
             self.num_dispatches += 1
-            batch = dataclasses.replace(batch, length=state.put(np.where(ends, length, 0).astype(np.int32)))
+            batch = dataclasses.replace(batch, length=state.put(np.array(ends, np.int32)))
             done, state.cache = self._tail[rows](state.parameters, state.cache, boundary, batch, state.rope)
             return done
         return boundary.pre
+
+    def _run_scored(self, work: list[PrefillRow | None]) -> RowLogprobs:
+        state, (rows, batch) = self.prefill, self._batch(work)
+        targets = np.zeros((len(work), rows), np.int32)
+        for rank, row in enumerate(work):
+            if row and row.targets is not None:
+                targets[rank, : len(row.targets)] = row.targets
+        self.num_dispatches += 1
+        scores, state.cache = self._score[rows](state.parameters, state.cache, batch, state.put(targets), state.rope)
+        return scores
+
+    def _batch(self, work: list[PrefillRow | None]) -> tuple[int, Rows]:
+        """The size of chunk that they need, and they on the devices."""
+        longest = max((len(row.token_ids) for row in work if row), default=0)
+        rows = next(size for size in self._chunks if size >= longest)
+        ids = np.zeros((len(work), rows), np.int32)
+        start, length, first, write_from = (np.zeros(len(work), np.int32) for _ in range(4))
+        history = np.full((len(work), self.engram_hash.history_len), -1, np.int32)
+        for rank, row in enumerate(work):
+            if row:
+                ids[rank, : len(row.token_ids)] = row.token_ids
+                start[rank], length[rank], history[rank] = row.start, len(row.token_ids), row.history
+                first[rank], write_from[rank] = row.first, row.write_from
+        engram = self.engram_hash.rows(ids, history)
+        return rows, self.prefill.put(Rows(ids, start, length, engram, first, write_from))  # type: ignore[arg-type]
 
     def load(self, load: KvLoad[Any]) -> None:
         """Move a prefilled request's state to its decode slot and pages."""
@@ -193,21 +242,25 @@ class DeviceEngine:
         holds the tokens that constraints allow; None allows everything everywhere.
         """
         state = self.decode
-        counts = np.bincount(pages.slots // np.int32(state.slots_per_rank), minlength=state.ranks)
-        if counts.max(initial=0) > self._writes_per_rank:  # requests have come, with all their pages
+        most = self._writes_per_rank
+        if len(pages) > most and state.most_writes(pages) > most:  # requests have come, with all their pages
             self.num_dispatches += 1
             state.write_table(pages)
             pages = PageWrites.join([])
         if sampling is not self._sampling:
             self._sampling, self._placed_sampling = sampling, state.put(sampling)
-        control, writes = state.put((rows, state.packed_writes(pages, self._writes_per_rank)))
+            self._wants_logprobs = bool((sampling.logprobs >= 0).any())
+        # Handed over as host arrays: a call places what it is given in a tenth of the time of a `put`.
+        writes = state.packed_writes(pages, self._writes_per_rank) if len(pages) else self._no_writes
         placed_mask = self._full_mask if mask is None else state.put(mask)
         self.num_dispatches += 1
         state.cache, self._state, self._tally, sampled = self._decode(
-            state.parameters, state.cache, self._state, self._tally, control, writes, self._placed_sampling,
+            state.parameters, state.cache, self._state, self._tally, rows, writes, self._placed_sampling,
             placed_mask, self._hash, state.rope,
         )  # fmt: skip
-        return DecodeStep(sampled=sampled, wants_logprobs=bool((sampling.logprobs >= 0).any()))
+        for part in (sampled.tokens, sampled.count, sampled.is_finite):
+            part.copy_to_host_async()
+        return DecodeStep(sampled=sampled, wants_logprobs=self._wants_logprobs)
 
     # --- start-up -------------------------------------------------------------------------------------------------
 
@@ -227,6 +280,8 @@ class DeviceEngine:
             idle = PrefillRow(np.zeros(rows, np.int32), 0, history, write_from=rows)
             others: list[PrefillRow | None] = [None] * (self.config.prefill_devices - 1)
             yield f"prefill of {rows} rows", functools.partial(self.prefill_step, [idle, *others])
+            scored = dataclasses.replace(idle, targets=idle.token_ids)
+            yield f"log-probabilities of {rows} rows", functools.partial(self.prefill_step, [scored, *others])
         for size in self.export_sizes():
             yield f"hand-over of {size} pages", functools.partial(self._warm_up_load, size)
         for state in (self.prefill, self.decode):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import logging
 import queue
 import threading
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -30,9 +32,11 @@ from widemesh.serving.device import DeviceEngine
 from widemesh.serving.engine_request import Request
 from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
 from widemesh.serving.loop import EngineLoop, WeightUpdate
+from widemesh.serving.mailbox import Mailbox, on_the_spot
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
 from widemesh.serving.memory_plan import check_model_limits, plan_memory
 from widemesh.serving.metrics import EngineMetrics
+from widemesh.serving.prompt_scores import PromptScores
 from widemesh.serving.request import Completion, Delta, FinishReason, RequestError, SamplingParams, Status
 from widemesh.serving.samples import Samples
 from widemesh.serving.scheduling import ReplayRule, Scheduler, hash_pages
@@ -99,6 +103,7 @@ class Engine:
         self._constraints = ConstraintCompiler(
             config.model, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._in_flight: dict[str, set[str]] = {}  # by request, the engine's names of its samples
         self._request_of: dict[str, str] = {}  # and back
         self._loop = EngineLoop(config, scheduler, self.device, self._forget, self.metrics)
@@ -128,12 +133,19 @@ class Engine:
         settings = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(each)
         if len(settings) != len(each):
             raise RequestError("sampling", len(settings), f"must be one setting or one per prompt ({len(each)})")
-        arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        arrived: collections.deque[Delta] = collections.deque()
+        unread: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+        def carry(read: Callable[[], None]) -> bool:
+            unread.put(read)
+            return True
+
+        mailbox = Mailbox(carry)
         asked: list[Samples] = []
         try:
             for prompt, one in zip(each, settings, strict=True):
-                asked.append(self._submit(prompt, one, "", arrived.put, priority, keeps_deltas=True))
-            return self._collect(asked, arrived)
+                asked.append(self._submit(prompt, one, "", arrived.append, priority, mailbox, keeps_deltas=True))
+            return self._collect(asked, arrived, unread)
         except BaseException:
             for samples in asked:
                 self.abort(samples.request_id)
@@ -148,16 +160,11 @@ class Engine:
         from a running asyncio loop. Closing or cancelling the iteration aborts the request; an iterator that is
         never started must be closed with `aclose`. An empty request_id gets a fresh one. `priority` as in `generate`.
         """
-        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Delta] = asyncio.Queue()
-
-        def deliver(delta: Delta) -> None:
-            try:
-                loop.call_soon_threadsafe(arrived.put_nowait, delta)
-            except RuntimeError:  # the loop is closed: nobody reads this any more
-                self.abort(delta.request_id)
-
-        samples = self._submit(prompt, sampling or SamplingParams(), request_id, deliver, priority)
+        mailbox = self._mailbox_of(asyncio.get_running_loop())
+        samples = self._submit(
+            prompt, sampling or SamplingParams(), request_id, arrived.put_nowait, priority, mailbox
+        )
         return DeltaStream(samples, arrived, self.abort)
 
     def compile_constraint(self, sampling: SamplingParams) -> None:
@@ -273,10 +280,12 @@ class Engine:
         request_id: str,
         deliver: Callable[[Delta], None],
         priority: int,
+        mailbox: Mailbox | None = None,
         *,
         keeps_deltas: bool = False,
     ) -> Samples:
-        """Check a request and hand its samples to the loop."""
+        """Check a request and hand its samples to the loop. Without a mailbox the engine's thread calls `deliver`."""
+        mailbox = mailbox or on_the_spot()
         ids = self._prompt_ids(prompt)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise RequestError("priority", priority, f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}; use 0")
@@ -290,6 +299,9 @@ class Engine:
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         seed = sampling.seed if sampling.seed is not None else int(self._draw_seed())
         request_id = request_id or uuid.uuid4().hex
+        # One sample is enough for the prompt's log-probabilities. It runs every row, so it reads no cached page.
+        asked = sampling.prompt_logprobs
+        scores = None if asked is None else PromptScores(len(ids) - 1, asked)
         requests = [
             Request(
                 request_id=_sample_name(request_id, index, sampling.n),
@@ -301,7 +313,10 @@ class Engine:
                 max_tokens=min(sampling.max_tokens or room, room),
                 stop_token_ids=frozenset((*sampling.stop_token_ids, *eos)),
                 deliver=deliver if sampling.n == 1 else functools.partial(_deliver_sample, deliver, request_id, index),
+                mailbox=mailbox,
                 constraint=constraint if constraint is None or index == 0 else constraint.fork(),
+                prompt_scores=scores if index == 0 else None,
+                reads_cache=scores is None or index > 0,
             )
             for index in range(sampling.n)
         ]
@@ -381,11 +396,31 @@ class Engine:
             if not left:
                 self._in_flight.pop(request_id, None)
 
-    def _collect(self, asked: list[Samples], arrived: queue.SimpleQueue[Delta]) -> list[Completion]:
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        """The one mailbox of all requests that an asyncio loop reads."""
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            reader = weakref.ref(loop)
+
+            def carry(read: Callable[[], None]) -> bool:
+                loop = reader()
+                try:
+                    return loop is not None and bool(loop.call_soon_threadsafe(read))
+                except RuntimeError:  # it is closed
+                    return False
+
+            mailbox = self._mailboxes.setdefault(loop, Mailbox(carry))
+        return mailbox
+
+    def _collect(
+        self, asked: list[Samples], arrived: collections.deque[Delta], unread: queue.SimpleQueue[Callable[[], None]]
+    ) -> list[Completion]:
         by_id = {samples.request_id: samples for samples in asked}
         left = set(by_id)
         while left:
-            delta = arrived.get()
+            while not arrived:
+                unread.get()()
+            delta = arrived.popleft()
             by_id[delta.request_id].take(delta)
             if by_id[delta.request_id].is_done:
                 left.discard(delta.request_id)

@@ -9,7 +9,9 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from widemesh.serving.decode_state import JoinRow
+from widemesh.serving.mailbox import Mailbox
 from widemesh.serving.metrics import RequestTrace
+from widemesh.serving.prompt_scores import PromptScores
 from widemesh.serving.request import Delta, SamplingParams
 from widemesh.serving.scheduling import ScheduledRequest
 from widemesh.serving.structured import Constraint
@@ -24,8 +26,10 @@ class Request(ScheduledRequest):
     sampling: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]  # eos ids included unless they are ignored
-    deliver: Callable[[Delta], None]
+    deliver: Callable[[Delta], None]  # called by the reader of its mailbox
+    mailbox: Mailbox
     constraint: Constraint | None = None  # what its output must look like
+    prompt_scores: PromptScores | None = None  # None: nobody asked for the prompt's log-probabilities
     trace: RequestTrace = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,10 +17,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def add(self, value: float, times: int = 1) -> None:
+        """Count one value, or so many of it."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     @property
     def sum(self) -> float:

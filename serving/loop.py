@@ -11,21 +11,21 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int32, UInt32
 
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillRow
+from widemesh.serving.device import DecodeStep, DeviceEngine, PrefillRow, PrefillStep
 from widemesh.serving.engine_request import Request
+from widemesh.serving.mailbox import Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
-from widemesh.serving.request import Delta, FinishReason, RequestError, Status, TokenLogprobs
+from widemesh.serving.request import FinishReason, RequestError, Status, TokenLogprobs
 from widemesh.serving.sampling import RowLogprobs, SlotSettings, full_mask
-from widemesh.serving.scheduling import DecodePlan, PrefillPlan, RequestState, Scheduler, StepPlan
+from widemesh.serving.scheduling import DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
 from widemesh.serving.structured import ConstraintError
 
 _STEPS_IN_FLIGHT = 2
@@ -68,7 +68,13 @@ class EngineLoop:
         self._on_finish, self._metrics = on_finish, metrics
         self._settings = SlotSettings(config.max_num_seqs, device.model_config.vocab_size)
         self._in_flight: collections.deque[tuple[DecodePlan, DecodeStep]] = collections.deque()
-        self._prefilling: collections.deque[tuple[PrefillPlan[Request], jax.Array]] = collections.deque()
+        self._prefilling: collections.deque[tuple[PrefillPlan[Request], PrefillStep]] = collections.deque()
+        self._running: list[Request] = []  # as of the last step, with what follows from it
+        self._constrained: list[Request] = []
+        self._sampling, _ = self._settings.sync(())
+        self._unsent: set[Mailbox] = set()
+        self._pages: tuple[tuple[int, int, int], ...] = ()  # of the last report
+        self._page_counts: dict[str, PageCounts] = {}
         self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
         self._wake = threading.Condition()
         self._inbox: list[Request] = []
@@ -159,6 +165,7 @@ class EngineLoop:
             self._inbox = []
         for request in left:
             self._finish(request, reason)
+        self._send()
         for update in self._updates:
             update.is_over.set()
         self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
@@ -170,6 +177,7 @@ class EngineLoop:
                 self._is_stopping or self._inbox or self._aborts or self._updates or self._scheduler.has_work
                 or self._in_flight
             ):  # fmt: skip
+                self._send()
                 self._wake.wait()
             if self._is_stopping:
                 return False
@@ -191,19 +199,22 @@ class EngineLoop:
         """Plan and dispatch a step; read the result of the one before."""
         start_s = time.monotonic()
         # Decode does not wait for chunks that are still running: neither by loading what they make, nor behind more.
-        while self._prefilling and self._prefilling[0][1].is_ready():  # type: ignore[attr-defined]
-            self._scheduler.prefill_done(self._prefilling.popleft()[0])
+        while self._prefilling and self._prefilling[0][1].is_done():
+            self._prefill_done(*self._prefilling.popleft())
         if self._updates:
             self._update_weights()
         hold = self._awaits_token if self._awaits_token.any() else None
         plan = self._scheduler.plan_step(
             hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT, only_resumed=bool(self._updates)
         )
+        if plan.prefill is not None or plan.loads:  # which take a while to dispatch
+            self._send()
         self._dispatch(plan)
+        self._send()
         if self._in_flight and (plan.decode is None or len(self._in_flight) >= _STEPS_IN_FLIGHT):
             self._settle(*self._in_flight.popleft())
         elif plan.decode is None and self._prefilling:
-            self._prefilling[0][1].block_until_ready()
+            self._prefilling[0][1].wait()
         self._report(plan, time.monotonic() - start_s)
 
     def _update_weights(self) -> None:
@@ -252,25 +263,37 @@ class EngineLoop:
                 first=int(plan.window_start[i]),
                 write_from=int(plan.write_from[i]),
                 is_last=bool(plan.is_last[i]),
+                targets=None if request.prompt_scores is None else request.tokens[start + 1 : start + length + 1],
             )
         return work
 
+    def _prefill_done(self, plan: PrefillPlan[Request], step: PrefillStep) -> None:
+        scored = step.scores()
+        if scored is not None:
+            for i, request in enumerate(plan.requests):
+                part = _logprobs(scored, int(plan.ranks[i]), int(plan.length[i]), request.sampling.prompt_logprobs)
+                if part is not None and request.prompt_scores is not None and request.epoch == plan.epochs[i]:
+                    request.prompt_scores.add(part, request.epoch)
+        self._scheduler.prefill_done(plan)
+
     def _decode(self, plan: StepPlan[Request]) -> DecodeStep:
         assert plan.decode is not None
-        holders = [r for r in self._scheduler.decode.slots if r is not None and r.state is RequestState.RUNNING]
-        sampling, tallies = self._settings.sync((r.slot, r.epoch, r) for r in holders)
-        for row in tallies:
-            self._device.set_tally(row)
-        rows = np.where(plan.decode.is_active, self._config.decode_steps, 0).astype(np.int32)
-        mask = self._constrain(holders, plan.decode.is_active, rows)
-        return self._device.decode_step(rows, plan.decode_pages, sampling, mask)
+        running = self._scheduler.decode.running()
+        if running is not self._running:  # somebody has come or gone
+            self._running, self._constrained = running, [r for r in running if r.constraint is not None]
+            self._sampling, tallies = self._settings.sync((r.slot, r.epoch, r) for r in running)
+            for row in tallies:
+                self._device.set_tally(row)
+        rows = plan.decode.is_active * np.int32(self._config.decode_steps)
+        mask = self._constrain(plan.decode.is_active, rows) if self._constrained else None
+        return self._device.decode_step(rows, plan.decode_pages, self._sampling, mask)
 
     def _constrain(
-        self, holders: list[Request], is_active: Bool[np.ndarray, "slots"], rows: Int32[np.ndarray, "slots"]
+        self, is_active: Bool[np.ndarray, "slots"], rows: Int32[np.ndarray, "slots"]
     ) -> UInt32[np.ndarray, "slots W"] | None:
         """Masks of constrained requests, which run a single row and then wait for what it drew."""
         mask = None
-        for request in holders:
+        for request in self._constrained:
             if request.constraint is not None and is_active[request.slot]:
                 if mask is None:
                     mask = full_mask(len(rows), self._device.model_config.vocab_size)
@@ -280,41 +303,61 @@ class EngineLoop:
         return mask
 
     def _settle(self, plan: DecodePlan, step: DecodeStep) -> None:
-        """Take in the result of a step and deliver its tokens."""
+        """Take in the result of a step and post its tokens."""
         result = step.wait()
         self._awaits_token[plan.is_active] = False
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
-        self._metrics.generated(
-            [(r.trace, len(new)) for r, new in accepted if len(new) and result.is_finite[r.slot]], time.monotonic()
-        )
+        if not result.is_finite.all():
+            accepted = self._drop_failed(accepted, result.is_finite)
+        version, logprobs, unsent, now_s = self.weights_version, None, self._unsent, time.monotonic()
+        traces, ended, num_tokens = [], [], 0
         for request, new in accepted:
-            self._take_tokens(request, new, result)
+            count, has = len(new), len(request.output)
+            if result.logprobs is not None:
+                logprobs = _logprobs(result.logprobs, request.slot, count, request.sampling.logprobs)
+            if count:
+                traces.append(request.trace)
+                num_tokens += count
+            if (
+                not count or has >= request.max_tokens or new[-1] in request.stop_token_ids
+                or request.constraint is not None
+            ):  # fmt: skip
+                reason = self._end_of(request, new)
+                if reason is not None:
+                    ended.append((request, reason, new, logprobs))
+                    continue
+            if count:
+                mailbox = request.mailbox
+                mailbox.letters.append((request, new, has, request.hit_tokens, version, None, logprobs))
+                unsent.add(mailbox)
+        self._metrics.generated(traces, num_tokens, now_s)
+        self.counters.generated_tokens += num_tokens
+        for one in ended:
+            self._finish(*one)
 
-    def _take_tokens(self, request: Request, new: Int32[np.ndarray, "n"], result: DecodeResult) -> None:
-        slot = request.slot
-        if not result.is_finite[slot]:
+    def _drop_failed(
+        self, accepted: list[tuple[Request, list[int]]], is_finite: Bool[np.ndarray, "slots"]
+    ) -> list[tuple[Request, list[int]]]:
+        """End requests whose logits were not finite; the others."""
+        kept = []
+        for request, new in accepted:
+            if is_finite[request.slot]:
+                kept.append((request, new))
+                continue
             _log.error("request %r: the model's logits are not finite", request.request_id)
             del request.output[len(request.output) - len(new) :]
             self._finish(request, FinishReason.ERROR)
-            return
-        logprobs = _logprobs(result.logprobs, slot, len(new), request.sampling.logprobs)
-        self.counters.generated_tokens += len(new)
-        reason = self._end_of(request, new)
-        if reason is None:
-            if len(new):
-                self._deliver(request, new, None, logprobs)
-        else:
-            self._finish(request, reason, new, logprobs)
+        return kept
 
-    def _end_of(self, request: Request, new: Int32[np.ndarray, "n"]) -> FinishReason | None:
+    def _end_of(self, request: Request, new: list[int]) -> FinishReason | None:
         """Why a request ends with its newest tokens, the end of its constraint included."""
-        reason = FinishReason.LENGTH if request.is_at_limit else None
-        if len(new) and int(new[-1]) in request.stop_token_ids:  # the device runs nothing behind one
+        reason = FinishReason.LENGTH if len(request.output) >= request.max_tokens else None
+        if new and new[-1] in request.stop_token_ids:  # the device runs nothing behind one
             reason = FinishReason.STOP
         if request.constraint is None or reason is FinishReason.STOP:
             return reason
         try:
-            for token in new.tolist():
+            for token in new:
                 request.constraint.advance(token)
         except ConstraintError as err:
             _log.error("request %r: %s", request.request_id, err)
@@ -322,59 +365,54 @@ class EngineLoop:
         return FinishReason.STOP if request.constraint.is_done else reason
 
     def _finish(
-        self, request: Request, reason: FinishReason, new: Iterable[int] = (), logprobs: TokenLogprobs | None = None
-    ) -> None:
+        self, request: Request, reason: FinishReason, new: list[int] | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:  # fmt: skip
         if request.arrival >= 0:  # the scheduler has it
             self._scheduler.finish(request, reason)
         self._live.pop(request.request_id, None)
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
-        self._metrics.finished(request.trace, reason, time.monotonic())
+        self._metrics.finished(request.trace, len(request.output), reason, time.monotonic())
         self._on_finish(request)
-        self._deliver(request, new, reason, logprobs)
-
-    def _deliver(
-        self,
-        request: Request,
-        new: Iterable[int],
-        reason: FinishReason | None,
-        logprobs: TokenLogprobs | None = None,
-    ) -> None:
-        token_ids = np.fromiter(new, np.int32)
-        is_stop = reason is FinishReason.STOP and bool(len(token_ids)) and int(token_ids[-1]) in request.stop_token_ids
-        request.deliver(
-            Delta(
-                request_id=request.request_id,
-                token_ids=token_ids,
-                finish_reason=reason,
-                prompt_tokens=len(request.prompt),
-                completion_tokens=len(request.output),
-                cached_tokens=request.hit_tokens,
-                matched_token_id=int(token_ids[-1]) if is_stop else None,
-                logprobs=logprobs,
-                weights_version=self.weights_version,
-            )
+        request.mailbox.letters.append(
+            (request, new or [], len(request.output), request.hit_tokens, self.weights_version, reason, logprobs)
         )
+        self._unsent.add(request.mailbox)
+
+    def _send(self) -> None:
+        """Wake the readers, just before this thread waits itself."""
+        unsent, self._unsent = self._unsent, set()
+        for mailbox in unsent:
+            for request in mailbox.send():
+                self.abort(request.request_id)
 
     def _report(self, plan: StepPlan[Request], step_s: float) -> None:
         scheduler = self._scheduler
-        pages = {
-            name: PageCounts(
-                used=sum(pool.num_used for pool in side.pools),
-                cached=sum(pool.num_cached for pool in side.pools),
-                free=sum(pool.num_free for pool in side.pools),
-            )
-            for name, side in (("prefill", scheduler.prefill), ("decode", scheduler.decode))
-        }
-        self._metrics.cache(pages=pages, prefix_queries=scheduler.prefill.asked_tokens,
+        pages = (_pages(scheduler.prefill.pools), _pages(scheduler.decode.pools))
+        if pages != self._pages:
+            self._pages = pages
+            self._page_counts = {
+                name: PageCounts(used=used, cached=cached, free=free)
+                for name, (used, cached, free) in zip(("prefill", "decode"), pages, strict=True)
+            }
+        self._metrics.cache(pages=self._page_counts, prefix_queries=scheduler.prefill.asked_tokens,
                             prefix_hits=scheduler.prefill.hit_tokens,
                             preemptions=scheduler.num_preemptions)  # fmt: skip
         rows = 0 if plan.prefill is None else int(plan.prefill.length.sum())
         self._metrics.step(running=self.num_running, waiting=self.num_waiting, prompt_rows=rows, step_s=step_s)
 
 
+def _pages(pools: list[PagePool]) -> tuple[int, int, int]:
+    """Used, cached and free pages of a mesh."""
+    usable = free = cached = 0
+    for pool in pools:
+        usable, free, cached = usable + pool.num_usable, free + pool.num_free, cached + pool.num_cached
+    return usable - free - cached, cached, free
+
+
 def _logprobs(step: RowLogprobs | None, slot: int, count: int, asked: int | None) -> TokenLogprobs | None:
-    """A slot's part of a step's log-probabilities, copied; None if the request did not ask."""
+    """A slot's (or prefill rank's) part of a step's log-probabilities, copied; None if the request did not ask."""
     if step is None or asked is None:
         return None
     return TokenLogprobs(

@@ -87,14 +87,21 @@ class MeshState:
 
     def write_table(self, writes: PageWrites) -> None:
         """Set entries of the page tables."""
-        rank = writes.slots // np.int32(self.slots_per_rank)
-        counts = np.bincount(rank, minlength=self.ranks)
-        size = next(size for size in self.write_sizes() if size >= counts.max())
+        most = self.most_writes(writes)
+        size = next(size for size in self.write_sizes() if size >= most)
         self.cache = self._write_table(self.cache, self.put(self.packed_writes(writes, size)))
+
+    def most_writes(self, writes: PageWrites) -> int:
+        """Entries of the rank that has the most."""
+        return int(np.bincount(writes.slots // np.int32(self.slots_per_rank), minlength=self.ranks).max())
 
     def packed_writes(self, writes: PageWrites, size: int) -> Int32[np.ndarray, "R size 3"]:
         """Table entries by rank, filled up with -1. No rank may have more than `size`."""
         packed = np.full((self.ranks, size, 3), -1, np.int32)
+        if self.ranks == 1:
+            columns = packed[0, : len(writes)].T
+            columns[0], columns[1], columns[2] = writes.slots, writes.places, writes.pages
+            return packed
         rank, local = np.divmod(writes.slots, np.int32(self.slots_per_rank))
         order = np.argsort(rank, kind="stable")
         begins = np.searchsorted(rank[order], np.arange(self.ranks))

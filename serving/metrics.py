@@ -38,7 +38,6 @@ class RequestTrace:
     started_s: float | None = None  # it got its slot for the first time
     first_token_s: float | None = None
     last_token_s: float | None = None
-    output_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +77,30 @@ class EngineMetrics(Collector):
 
     # --- what the engine's thread reports -----------------------------------------------------------------------------
 
-    def generated(self, traces: Iterable[tuple[RequestTrace, int]], now_s: float) -> None:
-        """A step's result has arrived: every request with the number of its new tokens, at least one."""
-        for trace, count in traces:
-            if trace.last_token_s is None:
+    def generated(self, traces: Iterable[RequestTrace], num_tokens: int, now_s: float) -> None:
+        """A step's result has arrived: so many tokens in all, of requests that each have at least one."""
+        usual_s, times = 0.0, 0  # of most requests the last token came with the same step
+        for trace in traces:
+            last_s = trace.last_token_s
+            if last_s == usual_s:
+                times += 1
+            elif last_s is None:
                 trace.first_token_s = now_s
                 self._prompt_tokens += trace.prompt_tokens
                 self._first_token.add(now_s - trace.arrived_s)
             else:
-                self._between_tokens.add(now_s - trace.last_token_s)
+                self._between_tokens.add(now_s - usual_s, times)
+                usual_s, times = last_s, 1
             trace.last_token_s = now_s
-            trace.output_tokens += count
-            self._generated_tokens += count
+        self._between_tokens.add(now_s - usual_s, times)
+        self._generated_tokens += num_tokens
 
-    def finished(self, trace: RequestTrace, reason: FinishReason, now_s: float) -> None:
+    def finished(self, trace: RequestTrace, output_tokens: int, reason: FinishReason, now_s: float) -> None:
         """A request has ended. Of its phases those are counted that it has completed."""
         self._finished[reason] += 1
         self._whole.add(now_s - trace.arrived_s)
         self._request_prompt.add(trace.prompt_tokens)
-        self._request_output.add(trace.output_tokens)
+        self._request_output.add(output_tokens)
         if trace.started_s is None:
             return
         self._queue.add(trace.started_s - trace.arrived_s)

@@ -25,7 +25,7 @@ from widemesh.model.rope import RopeTables
 from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
 from widemesh.model.transformer import Boundary, Transformer
 from widemesh.serving.decode_state import DecodeState
-from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, write_tally
+from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
 from widemesh.sharding import EP_AXIS, AllGatherExchange, partition_spec
 
 _PER_RANK = PartitionSpec(EP_AXIS)
@@ -106,6 +106,23 @@ class Programs:
 
         return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
+    def score(self, rows: int) -> Callable[..., tuple[RowLogprobs, Cache]]:
+        """(parameters, cache, rows, next tokens, rope) -> (log-probabilities [R, S, ...], cache).
+
+        All layers on all rows, and what each row says of the token behind it, `next tokens` [R, S]. The only program
+        of prefill that makes logits.
+        """
+
+        def step(
+            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, targets: Int32[Array, "1 S"], rope: RopeTables
+        ) -> tuple[RowLogprobs, Cache]:
+            model, context = nnx.merge(self.graph, parameters), self._context(batch, rope, rows)
+            hidden, cache = model(cache, context)
+            scores = token_logprobs(model.logits(hidden[0], context), targets[0])
+            return jax.tree.map(lambda x: x[None], scores), cache
+
+        return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+
     # --- decode ---------------------------------------------------------------------------------------------------
 
     def decode(self, steps: int) -> Callable[..., tuple[Cache, DecodeState, Tally, Sampled]]:
@@ -175,7 +192,7 @@ class Programs:
         """Set entries of the page tables: (slot, place, page); a slot of -1 sets none."""
         return self._map(lambda cache, writes: _write_table(cache, writes[0]), 2, donated=0)
 
-    def export(self) -> Callable[[Cache, Int32[Array, "n"]], HandOver]:
+    def export(self) -> Callable[..., HandOver]:
         """(cache of one rank, page ids) -> what is handed over of its only slot: its rings, and these pages."""
         return jax.jit(lambda cache, pages: HandOver(cache.pages[pages], cache.layers))
 

@@ -64,6 +64,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # show the stop string that ended the text
     skip_special_tokens: bool = True  # leave special tokens out of the text, and so out of the search for `stop`
     logprobs: int | None = None  # report the chosen token's log-probability and those of this many most likely
+    prompt_logprobs: int | None = None  # likewise of the prompt's tokens from the second on, with sample 0
     json_schema: str | None = None  # the output is JSON of this schema
     json_object: bool = False  # the output is a JSON object
     regex: str | None = None  # the output matches this from its first to its last character
@@ -110,9 +111,10 @@ class SamplingParams:
             raise RequestError("min_tokens", self.min_tokens, "must be a count of tokens; use 0 to switch it off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError("logprobs", self.logprobs,
-                               f"must be from 0 to {MAX_LOGPROBS}, or left out to report none")
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, field)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise RequestError(field, count, f"must be from 0 to {MAX_LOGPROBS}, or left out to report none")
 
     def _check_stops(self) -> None:
         if any(i < 0 for i in self.stop_token_ids):
@@ -160,8 +162,8 @@ def _check_range(field: str, value: float, low: float, high: float, remedy: str)
 class TokenLogprobs:
     """Natural logarithms of the probabilities that the model itself gave, before any setting changed them."""
 
-    chosen: np.ndarray  # float32 [n], of the tokens put out
-    ranks: np.ndarray  # int32 [n], of the tokens put out; the most likely token has 1
+    chosen: np.ndarray  # float32 [n], of the tokens themselves
+    ranks: np.ndarray  # int32 [n], of the tokens themselves; the most likely token has 1
     top_ids: np.ndarray  # int32 [n, k], the k most likely tokens, best first
     top: np.ndarray  # float32 [n, k]
 
@@ -192,6 +194,7 @@ class Delta:
     matched_token_id: int | None = None  # the stop token that ended it; eos is one
     matched_stop: str | None = None  # the stop string that ended it
     logprobs: TokenLogprobs | None = None  # of token_ids, if asked for
+    prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens 1, 2, ...; in the first delta, if asked for
     weights_version: int = 0  # how many times the weights had been updated
 
     @staticmethod
@@ -201,6 +204,7 @@ class Delta:
             deltas[-1],
             token_ids=np.concatenate([delta.token_ids for delta in deltas]),
             logprobs=TokenLogprobs.join([delta.logprobs for delta in deltas if delta.logprobs is not None]),
+            prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
         )
 
 
@@ -218,4 +222,5 @@ class Completion:
     matched_token_id: int | None = None
     matched_stop: str | None = None
     logprobs: TokenLogprobs | None = None  # of token_ids, if asked for
+    prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens 1, 2, ...; in sample 0, if asked for
     weights_version: int = 0  # how many times the weights had been updated

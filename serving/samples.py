@@ -102,5 +102,6 @@ class Samples:
             matched_token_id=whole.matched_token_id,
             matched_stop=whole.matched_stop,
             logprobs=whole.logprobs,
+            prompt_logprobs=whole.prompt_logprobs,
             weights_version=whole.weights_version,
         )

@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 _MAX_STORED_BYTES = 1 << 30
+SEED = "WIDEMESH_TEST_SEED"
+
+os.environ.setdefault(SEED, str(time.time_ns() % 2**31))  # workers inherit it
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 for flag, setting in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
@@ -25,6 +29,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 _cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 # Subprocesses that tests start (servers, command lines) inherit all of this.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache_home / "widemesh" / "test-programs"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Random work is drawn from a fixed seed and from this one, which is new for every run."""
+    return f"seed of this run: {os.environ[SEED]} (set {SEED} to repeat it)"
 
 
 def pytest_configure(config: pytest.Config) -> None:

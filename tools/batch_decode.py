@@ -119,12 +119,13 @@ async def _decode_line(engine: Engine, line: bytes, defaults: SamplingParams) ->
     text.feed([i for i in token_ids if i not in sampling.stop_token_ids])  # only the last can be one
     text.flush()
     result = {"text": text.text, "token_ids": token_ids, "finish_reason": str(whole.finish_reason)}
-    if whole.logprobs is not None:
-        result["logprobs"] = whole.logprobs.chosen.tolist()
-        result["top_logprobs"] = [
-            dict(zip(ids, values, strict=True))
-            for ids, values in zip(whole.logprobs.top_ids.tolist(), whole.logprobs.top.tolist(), strict=True)
-        ]
+    for before, logprobs in (("", whole.logprobs), ("prompt_", whole.prompt_logprobs)):
+        if logprobs is not None:
+            result[f"{before}logprobs"] = logprobs.chosen.tolist()
+            result[f"{before}top_logprobs"] = [
+                dict(zip(ids, values, strict=True))
+                for ids, values in zip(logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
+            ]
     return result
 
 

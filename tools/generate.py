@@ -56,8 +56,10 @@ class Generate:
         if self.sampling.n > 1:
             raise ConfigError(f"--n={self.sampling.n}: this command prints one sample; run it again with other seeds")
         if self.prompt is not None:
-            if self.sampling.logprobs is not None:
-                raise ConfigError(f"--logprobs={self.sampling.logprobs} goes with --file; leave it out with --prompt")
+            for flag, count in (("--logprobs", self.sampling.logprobs),
+                                ("--prompt-logprobs", self.sampling.prompt_logprobs)):  # fmt: skip
+                if count is not None:
+                    raise ConfigError(f"{flag}={count} goes with --file; leave it out with --prompt")
             for flag, value in (("--model", self.engine.model), ("--out", self.out)):
                 if value:
                     raise ConfigError(f"{flag}={str(value)!r} goes with --file; leave it out when you ask a server")

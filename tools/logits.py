@@ -29,6 +29,7 @@ class Logits:
     out: Path  # safetensors file to write
     numerics: NumericsName = "plain"  # roundings to apply
     mode: str = "full"  # full, incremental (one id at a time) or chunked:N (N ids at a time)
+    page_size: int = 64  # tokens per page of the caches that the ids run through; changes no result
 
     def run(self) -> None:
         check_output(self.out)
@@ -42,7 +43,7 @@ class Logits:
         from widemesh.model.numerics import numerics_named
 
         mode = Mode.parse(self.mode)
-        model = ForwardModel.load(self.folder, numerics_named(self.numerics))
+        model = ForwardModel.load(self.folder, numerics_named(self.numerics), self.page_size)
         for number, ids in enumerate(lists):
             check_token_ids(ids, model.config, f"tokens[{number}]")
         steps = track(lists, "logits", console=Console(stderr=True), disable=len(lists) < 2)

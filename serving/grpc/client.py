@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Self
 
 import grpc
@@ -37,6 +37,8 @@ class Piece:
     index: int = 0  # which of the request's samples
     logprobs: tuple[float, ...] = ()  # of token_ids, if asked for
     top_logprobs: tuple[dict[int, float], ...] = ()  # per token the most likely ones, best first, if asked for
+    prompt_logprobs: tuple[float, ...] = ()  # of prompt tokens 1, 2, ..., in sample 0's first piece, if asked for
+    prompt_top_logprobs: tuple[dict[int, float], ...] = ()  # likewise
     finish_reason: str | None = None
     matched_stop: str | None = None  # the stop string that ended it
     prompt_tokens: int = 0
@@ -111,10 +113,9 @@ class Client:
                         token_ids=tuple(chunk.token_ids),
                         index=chunk.index,
                         logprobs=tuple(chunk.output_logprobs.token_logprobs),
-                        top_logprobs=tuple(
-                            dict(zip(top.token_ids, top.values, strict=True))
-                            for top in chunk.output_logprobs.top_logprobs
-                        ),
+                        top_logprobs=_read_top(chunk.output_logprobs.top_logprobs),
+                        prompt_logprobs=tuple(one.value for one in chunk.input_logprobs.token_logprobs[1:]),
+                        prompt_top_logprobs=_read_top(chunk.input_logprobs.top_logprobs[1:]),
                         prompt_tokens=chunk.prompt_tokens,
                         cached_tokens=chunk.cached_tokens,
                     )
@@ -151,6 +152,10 @@ class Client:
             return ServerError(f"no server answers at {self._address}; start one with `widemesh serve DIR`, or correct "
                                "--host and --port", code)
         return ServerError(f"{self._address} answered {code.name}: {details}", code)
+
+
+def _read_top(tops: Iterable[pb.TopLogProbs]) -> tuple[dict[int, float], ...]:
+    return tuple(dict(zip(top.token_ids, top.values, strict=True)) for top in tops)
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from jaxtyping import Int32
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from widemesh.serving.request import Delta, RequestError, SamplingParams, Status
+from widemesh.serving.request import Delta, RequestError, SamplingParams, Status, TokenLogprobs
 
 MAX_TOKEN_ID = 2**31 - 1
 PRIORITY_KEY = "x-priority"
@@ -85,7 +85,7 @@ SAMPLING_RULES: Mapping[str, Rule] = {
     "stop": Use(),
     "include_stop_str_in_output": Use(),
     "logprobs": Use(),
-    "prompt_logprobs": Refuse(),
+    "prompt_logprobs": Use(),
     "logit_bias": Use(),
     "truncate_prompt_tokens": Refuse(remedy="shorten the prompt in the client"),
     "json_schema": Use(),
@@ -206,21 +206,22 @@ def write_sampling(sampling: SamplingParams) -> pb.SamplingParams:
     return message
 
 
-def write_chunk(delta: Delta) -> pb.GenerateResponse:
-    """One streamed chunk: `completion_tokens` counts the tokens of this chunk alone."""
+def write_chunk(delta: Delta, prompt: Int32[np.ndarray, " S"]) -> pb.GenerateResponse:
+    """One streamed chunk: `completion_tokens` counts the tokens of this chunk alone. `prompt` is the request's."""
     return pb.GenerateResponse(chunk=pb.GenerateStreamChunk(
         token_ids=delta.token_ids.tolist(),
         prompt_tokens=delta.prompt_tokens,
         completion_tokens=len(delta.token_ids),
         cached_tokens=delta.cached_tokens,
         output_logprobs=_write_logprobs(delta),
+        input_logprobs=_write_prompt_logprobs(delta, prompt),
         index=delta.index,
     ))
 
 
-def write_complete(last: Delta) -> pb.GenerateResponse:
+def write_complete(last: Delta, prompt: Int32[np.ndarray, " S"]) -> pb.GenerateResponse:
     """The closing message of one sample. `last` is its last delta when streaming (clients add up chunks), else all
-    its deltas in one. `completion_tokens` counts the whole sample in both cases.
+    its deltas in one. `completion_tokens` counts the whole sample in both cases. `prompt` is the request's.
     """
     if last.finish_reason is None:
         raise ValueError("the last delta of a request has no finish_reason")
@@ -231,6 +232,7 @@ def write_complete(last: Delta) -> pb.GenerateResponse:
         completion_tokens=last.completion_tokens,
         cached_tokens=last.cached_tokens,
         output_logprobs=_write_logprobs(last),
+        input_logprobs=_write_prompt_logprobs(last, prompt),
         index=last.index,
     )
     if last.matched_token_id is not None:
@@ -247,8 +249,24 @@ def _write_logprobs(delta: Delta) -> pb.OutputLogProbs | None:
     return pb.OutputLogProbs(
         token_logprobs=delta.logprobs.chosen.tolist(),
         token_ids=delta.token_ids.tolist(),
-        top_logprobs=[
-            pb.TopLogProbs(values=values.tolist(), token_ids=ids.tolist())
-            for values, ids in zip(delta.logprobs.top, delta.logprobs.top_ids, strict=True)
-        ],
+        top_logprobs=_write_top(delta.logprobs),
     )
+
+
+def _write_prompt_logprobs(delta: Delta, prompt: Int32[np.ndarray, " S"]) -> pb.InputLogProbs | None:
+    """One entry per token of the prompt; the first token's are empty, since nothing comes before it."""
+    if delta.prompt_logprobs is None:
+        return None
+    return pb.InputLogProbs(
+        token_logprobs=[pb.InputTokenLogProb(),
+                        *(pb.InputTokenLogProb(value=value) for value in delta.prompt_logprobs.chosen.tolist())],
+        token_ids=prompt.tolist(),
+        top_logprobs=[pb.TopLogProbs(), *_write_top(delta.prompt_logprobs)],
+    )  # fmt: skip
+
+
+def _write_top(logprobs: TokenLogprobs) -> list[pb.TopLogProbs]:
+    return [
+        pb.TopLogProbs(values=values.tolist(), token_ids=ids.tolist())
+        for values, ids in zip(logprobs.top, logprobs.top_ids, strict=True)
+    ]

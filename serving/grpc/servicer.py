@@ -121,7 +121,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                     aborted = Delta(request_id=call.request_id, token_ids=none, index=index,
                                     finish_reason=FinishReason.ABORT, prompt_tokens=len(prompt))
                     log.add(aborted)
-                    await context.write(write_complete(aborted))
+                    await context.write(write_complete(aborted, prompt))
                 return
         deltas = engine.stream(
             prompt, call.sampling, request_id=call.request_id, priority=read_priority(context.invocation_metadata())
@@ -135,10 +135,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 if not call.stream:
                     collected[delta.index].append(delta)
                 elif len(delta.token_ids):
-                    await context.write(write_chunk(delta))
+                    await context.write(write_chunk(delta, prompt))
                 if delta.finish_reason is not None:
                     last = delta if call.stream else Delta.join(collected[delta.index])
-                    await context.write(write_complete(last))
+                    await context.write(write_complete(last, prompt))
                     num_left -= 1
                     if num_left == 0:
                         return

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens drawn and of the most likely ones: log-softmax of the model's own logits.
+"""Log-probabilities of given tokens and of the most likely ones: log-softmax of the model's own logits.
 
 No bias, penalty, constraint or temperature enters them.
 """
@@ -28,11 +28,12 @@ class RowLogprobs:
 
 def row_logprobs(logits: Float[Array, "B V"], tokens: Int32[Array, "B"], asked: Int32[Array, "B"]) -> RowLogprobs:
     """`asked` is -1 in slots that ask for nothing; the work is done if any other value is there."""
-    return lax.cond(jnp.any(asked >= 0), _compute, _zeros, logits.astype(jnp.float32), tokens)
+    return lax.cond(jnp.any(asked >= 0), token_logprobs, _zeros, logits, tokens)
 
 
-def _compute(logits: Float[Array, "B V"], tokens: Int32[Array, "B"]) -> RowLogprobs:
-    values = jax.nn.log_softmax(logits, axis=-1)
+def token_logprobs(logits: Float[Array, "B V"], tokens: Int32[Array, "B"]) -> RowLogprobs:
+    """What each row's logits say of its token."""
+    values = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(values, tokens[:, None], axis=-1)
     ids = lax.broadcasted_iota(jnp.int32, values.shape, 1)
     before = (values > chosen) | ((values == chosen) & (ids < tokens[:, None]))

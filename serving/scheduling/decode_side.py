@@ -34,6 +34,13 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._in_flight = np.zeros(slots, np.int64)  # steps
         self._is_running = np.zeros(slots, bool)
         self._epoch = np.full(slots, -1, np.int64)
+        self._running: list[RequestT] | None = None  # made when it is asked for
+
+    def running(self) -> list[RequestT]:
+        """Requests that decode, by slot. The same object until somebody joins or leaves; never changed."""
+        if self._running is None:
+            self._running = [r for r, runs in zip(self.slots, self._is_running, strict=True) if r is not None and runs]
+        return self._running
 
     def choose(self, request: RequestT, closed_rank: int) -> int:
         """The rank with the fewest requests where it fits; -1 where none has a slot and pages.
@@ -83,6 +90,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
     def join(self, request: RequestT) -> None:
         """It decodes from the next plan on."""
         self._is_running[request.decode_slot] = True
+        self._running = None
 
     def pages(self, slot: int, count: int) -> Int32[np.ndarray, "count"]:
         """A copy of a slot's first page ids."""
@@ -95,10 +103,11 @@ class DecodeSide[RequestT: ScheduledRequest]:
         """
         rows = self._config.decode_rows
         most = np.minimum(self._computed + (self._in_flight + 1) * rows, self._limit + rows - 1)
-        need = -(-most // self._config.page_size)
-        short = np.flatnonzero(self._will_run(hold) & (need > self._held))
-        if not short.size:
+        is_short = most > self._held * self._config.page_size
+        if not is_short.any():
             return []
+        need = -(-most // self._config.page_size)
+        short = np.flatnonzero(is_short & self._will_run(hold))
         writes = []
         asking = [request for request in (self.slots[slot] for slot in short.tolist()) if request]
         for request in sorted(asking, key=lambda r: r.importance):
@@ -124,26 +133,26 @@ class DecodeSide[RequestT: ScheduledRequest]:
         is_active = self._will_run(hold)
         if not is_active.any():
             return None
-        positions = np.where(is_active, self._computed + self._in_flight, 0).astype(np.int32)
+        positions = (self._computed + self._in_flight) * is_active
         self._in_flight += is_active
         return DecodePlan(is_active=is_active, positions=positions, epochs=self._epoch.copy())
 
     def apply(
         self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
-    ) -> list[tuple[RequestT, Int32[np.ndarray, "n"]]]:
+    ) -> list[tuple[RequestT, list[int]]]:
         """Take in a step's accepted tokens; those of requests that have left their slot since are dropped."""
         is_live = plan.is_active & (self._epoch == plan.epochs)
         self._in_flight -= is_live
+        # A request has computed all tokens that it knows but the newest, so what is left of its output is this much.
+        taken = np.minimum(counts, self._limit - self._computed) * is_live
+        self._computed += taken
         accepted = []
-        live = np.flatnonzero(is_live)
-        rows = zip(live.tolist(), counts[live].tolist(), tokens[live].tolist(), strict=True)
-        for slot, count, ids in rows:
-            request = self.slots[slot]
-            assert request is not None
-            count = min(count, request.max_tokens - len(request.output))
-            request.output.extend(ids[:count])
-            self._computed[slot] += count
-            accepted.append((request, tokens[slot, :count]))
+        rows = zip(self.slots, is_live.tolist(), taken.tolist(), tokens.tolist(), strict=True)
+        for request, lives, count, ids in rows:
+            if lives and request is not None:
+                new = ids[:count]
+                request.output += new
+                accepted.append((request, new))
         return accepted
 
     def leave(self, request: RequestT) -> None:
@@ -151,8 +160,9 @@ class DecodeSide[RequestT: ScheduledRequest]:
         slot, rank = request.decode_slot, request.decode_slot // self._per_rank
         self.pools[rank].release(self._table[slot, : self._held[slot]].copy())
         self.slots[slot] = None
-        self._held[slot] = self._most_pages[slot] = self._in_flight[slot] = 0
+        self._held[slot] = self._most_pages[slot] = self._in_flight[slot] = self._computed[slot] = self._limit[slot] = 0
         self._is_running[slot] = False
+        self._running = None
         self._epoch[slot] = -1
         self._load[rank] -= 1
         self.num_free_slots += 1

@@ -33,11 +33,15 @@ class PageWrites:
     @classmethod
     def join(cls, parts: list[PageWrites]) -> PageWrites:
         """All entries together."""
+        if not parts:
+            return _NOTHING
         if len(parts) == 1:
             return parts[0]
-        none = np.zeros(0, np.int32)
-        columns = zip(*((p.slots, p.places, p.pages) for p in parts), strict=True) if parts else ((), (), ())
-        return cls(*(np.concatenate(c) if c else none for c in columns))
+        columns = zip(*((p.slots, p.places, p.pages) for p in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+
+_NOTHING = PageWrites(*[np.zeros(0, np.int32)] * 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class DecodePlan:
     """
 
     is_active: Bool[np.ndarray, "slots"]
-    positions: Int32[np.ndarray, "slots"]  # of the first row; least possible where drafts are still undecided
+    positions: Int64[np.ndarray, "slots"]  # of the first row; least possible where drafts are still undecided
     epochs: Int64[np.ndarray, "slots"]
 
 

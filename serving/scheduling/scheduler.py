@@ -141,7 +141,7 @@ class Scheduler[RequestT: ScheduledRequest]:
 
     def apply_decode(
         self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
-    ) -> list[tuple[RequestT, Int32[np.ndarray, "n"]]]:
+    ) -> list[tuple[RequestT, list[int]]]:
         """Take in what a step accepted: the first `counts[slot]` of `tokens[slot]`, at least one where it was active.
 
         Returns the requests that still are where they were, with their new tokens, already in `output`. The caller

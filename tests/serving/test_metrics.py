@@ -93,10 +93,10 @@ def test_the_life_of_a_request(metrics: EngineMetrics) -> None:
     trace = RequestTrace(prompt_tokens=30, arrived_s=100.0)
     trace.started_s = 100.4
     metrics.step(running=1, waiting=2, prompt_rows=29, step_s=0.3)
-    metrics.generated([(trace, 1)], 102.0)
+    metrics.generated([trace], 1, 102.0)
     metrics.step(running=1, waiting=2, prompt_rows=0, step_s=0.004)
-    metrics.generated([(trace, 3)], 102.06)
-    metrics.finished(trace, FinishReason.LENGTH, 102.5)
+    metrics.generated([trace], 3, 102.06)
+    metrics.finished(trace, 4, FinishReason.LENGTH, 102.5)
     metrics.step(running=0, waiting=2, prompt_rows=16, step_s=0.02)
     page = Page(metrics)
     assert page.value("vllm:num_requests_running") == 0
@@ -126,8 +126,8 @@ def test_the_life_of_a_request(metrics: EngineMetrics) -> None:
 def test_a_request_that_never_started_has_no_phases(metrics: EngineMetrics) -> None:
     waited, started = (RequestTrace(prompt_tokens=5, arrived_s=10.0) for _ in range(2))
     started.started_s = 11.0
-    metrics.finished(waited, FinishReason.ABORT, 12.0)
-    metrics.finished(started, FinishReason.ERROR, 12.0)
+    metrics.finished(waited, 0, FinishReason.ABORT, 12.0)
+    metrics.finished(started, 0, FinishReason.ERROR, 12.0)
     metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.001)
     page = Page(metrics)
     assert page.value("vllm:request_success_total", finished_reason="abort") == 1

@@ -27,13 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(folder: Path, numerics: str, replay: str) -> Engine:
-    return Engine(
-        EngineConfig(
-            model=str(folder), numerics=numerics, max_model_len=MAX_LEN, max_num_seqs=2, max_num_batched_tokens=128,
-            prefill_devices=1, decode_devices=1, page_size=PAGE, replay_prefix=replay,
-            replay_tail="full" if replay == "exact" else "bounded",
-        )  # fmt: skip
-    )
+    tail = "full" if replay == "exact" else "bounded"
+    config = EngineConfig(model=str(folder), numerics=numerics, max_model_len=MAX_LEN, max_num_seqs=2,
+                          max_num_batched_tokens=128, prefill_devices=1, decode_devices=1, page_size=PAGE,
+                          replay_prefix=replay, replay_tail=tail)  # fmt: skip
+    return Engine(config)
 
 
 @pytest.fixture(scope="module")

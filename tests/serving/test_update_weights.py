@@ -31,13 +31,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-@pytest.fixture
-def engine(folders: list[Path]) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def shared_engine(folders: list[Path]) -> Iterator[Engine]:
     config = EngineConfig(model=str(folders[0]), numerics="plain", max_model_len=64, max_num_seqs=2, page_size=4,
                           prefill_devices=1, decode_devices=1, max_num_batched_tokens=16, replay_prefix="exact",
                           replay_tail="full")  # fmt: skip
     with Engine(config) as engine:
         yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, folders: list[Path]) -> Engine:
+    """With the weights of the first checkpoint, whatever the test before has done."""
+    shared_engine.update_weights(tensors_of(folders[0]))
+    return shared_engine
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -54,17 +61,17 @@ def greedy(folder: Path, count: int) -> list[int]:
 
 
 def test_tokens_version_and_cache_follow_the_weights(engine: Engine, folders: list[Path]) -> None:
-    wanted = [greedy(folder, 6) for folder in folders]
+    wanted, version = [greedy(folder, 6) for folder in folders], engine.weights_version
     assert wanted[0] != wanted[1]
     compiled = engine.metrics._compiles.after_warm_up
     first, again = engine.generate([PROMPT, PROMPT], GREEDY)
     assert first.token_ids.tolist() == again.token_ids.tolist() == wanted[0]
-    assert first.weights_version == engine.weights_version == 0
+    assert first.weights_version == version
     assert engine.generate(PROMPT, GREEDY)[0].cached_tokens > 0
 
-    assert engine.update_weights(tensors_of(folders[1])) == engine.weights_version == 1
+    assert engine.update_weights(tensors_of(folders[1])) == engine.weights_version == version + 1
     after = engine.generate(PROMPT, GREEDY)[0]
-    assert (after.token_ids.tolist(), after.weights_version, after.cached_tokens) == (wanted[1], 1, 0)
+    assert (after.token_ids.tolist(), after.weights_version, after.cached_tokens) == (wanted[1], version + 1, 0)
     assert engine.metrics._compiles.after_warm_up == compiled
 
     logits = engine.logits(PROMPT)
@@ -92,10 +99,11 @@ def test_requests_under_way(
         deltas.append(delta)
         started.set()
 
-    engine._submit(PROMPT, long, "running", deliver, 0)
+    version = engine.weights_version
+    engine._submit(PROMPT, long, f"running to {how}", deliver, 0)
     assert started.wait(30)
-    assert engine.update_weights(tensors, in_flight=how) == 1
-    assert {delta.weights_version for delta in deltas} == {0}
+    assert engine.update_weights(tensors, in_flight=how) == version + 1
+    assert {delta.weights_version for delta in deltas} == {version}
     last = [delta for delta in deltas if delta.finish_reason is not None]
     assert [d.finish_reason for d in last] == [FinishReason.LENGTH if how == "finish" else FinishReason.ABORT]
     assert engine.generate(PROMPT, GREEDY)[0].token_ids.tolist() == greedy(folders[1], 6)
@@ -110,11 +118,12 @@ def test_requests_under_way(
     ],
 )
 def test_tensors_that_do_not_fit(engine: Engine, tensors: dict, message: str) -> None:
+    version = engine.weights_version
     with pytest.raises(ValueError, match=message):
         engine.update_weights(tensors)
     with pytest.raises(ValueError, match="in_flight='later' is unknown"):
         engine.update_weights({}, in_flight="later")  # type: ignore[arg-type]
-    assert engine.weights_version == 0 and engine.is_alive
+    assert engine.weights_version == version and engine.is_alive
 
 
 def test_a_closed_engine(engine: Engine) -> None:

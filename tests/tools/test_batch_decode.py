@@ -152,6 +152,7 @@ def test_text_ends_before_a_stop_string_and_logprobs_are_written(byte_folder):
             logprobs = TokenLogprobs(chosen=np.array([-count / 2]), ranks=np.array([1]), top_ids=np.array([[7, 9]]),
                                      top=np.array([[-0.5, -1.5]]))  # fmt: skip
             yield Delta(request_id="r", token_ids=np.array([token]), logprobs=logprobs,
+                        prompt_logprobs=logprobs if count == 1 else None,
                         finish_reason=FinishReason.STOP if count == 4 else None)  # fmt: skip
 
     engine = SimpleNamespace(tokenizer=tokenizer, is_alive=True, config=SimpleNamespace(max_num_seqs=1), stream=stream)
@@ -161,6 +162,7 @@ def test_text_ends_before_a_stop_string_and_logprobs_are_written(byte_folder):
     assert (result["text"], result["token_ids"], result["finish_reason"]) == ("ab", ids, "stop")
     assert result["logprobs"] == [-0.5, -1.0, -1.5, -2.0]
     assert result["top_logprobs"] == [{"7": -0.5, "9": -1.5}] * 4
+    assert (result["prompt_logprobs"], result["prompt_top_logprobs"]) == ([-0.5], [{"7": -0.5, "9": -1.5}])
 
 
 @pytest.mark.parametrize("value", ["true", "1.5", '"1"', "[1]", "1e999", "NaN"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import statistics
@@ -67,7 +66,7 @@ class HostBench:
     steps: int = 400  # decode steps measured at each context
     step_ms: float = 5.0  # device time of a decode step
     prompts: int = 5  # long prompts whose admission is measured
-    chunk_rows: int = 8192  # tokens of a prompt in one prefill step
+    chunk_rows: int = 2048  # tokens of a prompt in one prefill step
 
     def __post_init__(self) -> None:
         for name in ("slots", "short_context", "steps", "prompts"):
@@ -80,8 +79,10 @@ class HostBench:
             raise ConfigError(f"long_context={self.long_context} must be above short_context={self.short_context}")
         if self.long_context + _OUTPUT_ROOM > 1 << 20:
             raise ConfigError(f"long_context={self.long_context} must be at most {(1 << 20) - _OUTPUT_ROOM}")
-        if not 0 < self.step_ms <= 1000:
-            raise ConfigError(f"step_ms={self.step_ms} must be above 0 and at most 1000; use 5")
+        if self.chunk_rows < 128:
+            raise ConfigError(f"chunk_rows={self.chunk_rows} must be at least 128; use 2048")
+        if not 1 <= self.step_ms <= 1000:  # the readers of 64 requests take more than a millisecond themselves
+            raise ConfigError(f"step_ms={self.step_ms} must be between 1 and 1000; use 5")
 
     def run(self) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -90,7 +91,8 @@ class HostBench:
         console, clock = Console(), StepClock(self.step_ms * 1e-3)
         with tempfile.TemporaryDirectory() as folder:
             config = self._config(Path(folder))
-            with HostEngine(config, clock) as engine:
+            engine = HostEngine(config, clock)
+            with engine:
                 short, admission, long = asyncio.run(self._measure(engine, clock, console))
         console.print(self._table({"short": short, "long": long}))
         console.print(
@@ -129,8 +131,6 @@ class HostBench:
 
         ids = np.random.default_rng(0).integers(3, 256, (1 + self.prompts, self.long_context)).astype(np.int32)
         parts = PartTimer(engine)
-        gc.collect()
-        gc.freeze()  # the prompts are no garbage
         console.print(f"{self.slots} slots at {self.short_context:,} tokens ...", highlight=False)
         short = await self._steps(engine, clock, parts, ids[0][: self.short_context])
         console.print(f"admission of {self.long_context:,} tokens ...", highlight=False)

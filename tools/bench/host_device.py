@@ -28,7 +28,7 @@ TOKEN = 3  # that every slot draws in every step
 class Mark(NamedTuple):
     """A decode step has just been dispatched."""
 
-    cpu_ns: int  # of the engine's thread since its start
+    cpu_ns: int  # of the engine's thread since its start, without what it takes to wait
     wall_ns: int
     num_dispatches: int  # of the device since its start
 
@@ -45,13 +45,13 @@ class StepClock:
         """Forget what warm-up has done."""
         self.marks: list[Mark] = []
         self.chunk_cpu_ns: list[int] = []  # of the engine's thread, as a chunk of a prompt is dispatched
-        self.waited_ns = 0  # for results
+        self.waiting_cpu_ns = 0  # of the engine's thread, to fall asleep and wake up
         self.thread_id = 0  # of the engine
 
     def mark(self, num_dispatches: int) -> None:
         """A decode step has been dispatched by this thread."""
         self.thread_id = threading.get_ident()
-        self.marks.append(Mark(time.thread_time_ns(), time.perf_counter_ns(), num_dispatches))
+        self.marks.append(Mark(time.thread_time_ns() - self.waiting_cpu_ns, time.perf_counter_ns(), num_dispatches))
 
     def start_step(self) -> float:
         """When the result of a step that is dispatched now is there, in `time.monotonic()` seconds."""
@@ -64,11 +64,11 @@ class StepClock:
 
     def wait(self, ready_s: float) -> None:
         """Sleep until then."""
-        start_ns = time.perf_counter_ns()
         left_s = ready_s - time.monotonic()
         if left_s > 0:
+            start_ns = time.thread_time_ns()
             time.sleep(left_s)
-        self.waited_ns += time.perf_counter_ns() - start_ns
+            self.waiting_cpu_ns += time.thread_time_ns() - start_ns
 
     def thread_cpu_ns(self) -> int:
         """Processor time of the engine's thread now, read from any thread. It must have run a decode step."""
@@ -114,6 +114,9 @@ class _IdlePrograms:
 
     def tail(self, count: int) -> Callable[..., Any]:
         return lambda parameters, cache, *rest: (self._done, cache)
+
+    def score(self, rows: int) -> Callable[..., Any]:
+        return lambda parameters, cache, *rest: (SimpleNamespace(chosen=self._done), cache)
 
     def decode(self, steps: int) -> Callable[..., Any]:
         def run(parameters: Any, cache: Any, state: Any, tally: Any, *rest: Any) -> tuple[Any, Any, Any, Sampled]:

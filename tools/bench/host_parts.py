@@ -21,7 +21,7 @@ class PartTimer:
             (loop._scheduler, "plan_step", "plan"),
             (loop, "_dispatch", "dispatch"),
             (loop, "_settle", "settle"),
-            (loop, "_deliver", "deliver"),
+            (loop, "_send", "deliver"),
             (loop, "_report", "metrics"),
             (loop._metrics, "generated", "metrics"),
         ]

@@ -13,6 +13,18 @@ def models():
     return {}
 
 
+def test_packed_pages_of_any_size(golden, distance):
+    """Through FP8 rings and FP4 pages, in chunks with odd edges: golden, but for a value on a rounding boundary."""
+    ids, wanted = golden.inputs["long"][0], golden.outputs["kvq"]["logits"][0]
+    good = []
+    for page_size, chunk in ((2, 5), (4, 7), (16, 3), (64, 1)):
+        found = ForwardModel.load(golden.folder, NUMERICS["kvq"], page_size).logits(ids, Mode(chunk=chunk))
+        errors = distance(found, wanted)
+        good.append(np.median(errors) < 1e-5 and np.mean(errors < 1e-4) >= 0.95)
+        assert np.median(errors) < 0.15
+    assert sum(good) >= 3
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 3, 7])
 def test_chunks_equal_one_forward(golden, models, distance, chunk):
     """An odd length, so that the last chunk is short and a group of two stays open at most chunk edges."""

@@ -72,13 +72,18 @@ def setting(place: Any, name: str, wrong: Callable[..., Any]) -> Patch:
 
 def immediate_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each site collapses with its own pre-mix instead of the one handed on."""
-    site, collapse, last = Block.site, mhc.collapse, {}
+    site, collapse, enter, last = Block.site, mhc.collapse, Block.attention_input, {}
 
     def remember(self, which, streams, step):
         last["pre"], *rest = site(self, which, streams, step)
         return last["pre"], *rest
 
+    def enter_with_own(self, streams, pre, step):
+        last["pre"] = site(self, "attn", streams, step)[0]
+        return enter(self, streams, pre, step)
+
     monkeypatch.setattr(Block, "site", remember)
+    monkeypatch.setattr(Block, "attention_input", enter_with_own)
     monkeypatch.setattr(mhc, "collapse", lambda streams, pre: collapse(streams, last["pre"]))
 
 
@@ -177,8 +182,9 @@ def half_split(original, x, positions, rope, *, inverse=False):
     return jnp.concatenate([x[..., :-dims], turned[..., -dims:][..., np.argsort(order)]], axis=-1)
 
 
-def window_with_plain_table(original, self, x, rope, step):
-    return original(self, x, step.rope.plain, step)
+def window_with_plain_table(original, self, x, step):
+    rope = dataclasses.replace(step.rope, compressed=step.rope.plain)
+    return original(self, x, dataclasses.replace(step, rope=rope))
 
 
 def entry_position(change: Callable[[Any, int], Any]) -> Patch:
@@ -187,12 +193,12 @@ def entry_position(change: Callable[[Any, int], Any]) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         extend, rotate = attention.Attention.extend_source, attention.rotate
 
-        def extend_elsewhere(self, x, ring, shared, rope, step):
+        def extend_elsewhere(self, x, ring, shared, step):
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(
                     attention, "rotate", lambda v, position, rope: rotate(v, change(position, self.role.ratio), rope)
                 )
-                return extend(self, x, ring, shared, rope, step)
+                return extend(self, x, ring, shared, step)
 
         monkeypatch.setattr(attention.Attention, "extend_source", extend_elsewhere)
 
@@ -363,9 +369,9 @@ ENGRAM = [
 # --- quantised caches ------------------------------------------------------------------------------------------------
 
 
-def quantised_before_rotation(original, self, x, rope, step):
+def quantised_before_rotation(original, self, x, step):
     kv = fake_quant_fp8(self.kv_norm(self.wkv(x, step.numerics), step.numerics))
-    return attention.rotate(kv, step.rows.positions, rope)
+    return attention.rotate(kv, step.rows.positions, self.rope(step))
 
 
 def entries_as(code: str) -> Patch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -18,6 +20,7 @@ from widemesh.serving.grpc.convert import (
 )
 from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status, TokenLogprobs
 
+PROMPT = np.array([8, 3, 9], np.int32)
 TABLES = [
     (pb.GenerateRequest, REQUEST_RULES),
     (pb.SamplingParams, SAMPLING_RULES),
@@ -64,7 +67,7 @@ def test_every_unsupported_field_is_refused_by_name(message, field):
 
 def test_the_refused_fields_are_the_expected_ones():
     assert {field.name for _, field in REFUSED} == {
-        "prompt_logprobs", "structural_tag", "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params",
+        "structural_tag", "mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params",
         "kv_transfer_params_json", "truncate_prompt_tokens", "data_parallel_rank",
     }
 
@@ -79,7 +82,7 @@ def test_values_that_switch_a_feature_off_are_taken(fields):
     assert sampling == SamplingParams()
 
 
-@pytest.mark.parametrize("fields", [{"prompt_logprobs": 0}, {"truncate_prompt_tokens": -1}])
+@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -1}])
 def test_an_optional_field_set_to_zero_is_set(fields):
     with pytest.raises(RequestError, match="is not supported yet"):
         read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**fields)))
@@ -97,8 +100,9 @@ def test_temperature_zero_is_greedy_not_unset():
 
 
 def test_zero_logprobs_are_not_none():
-    call = read_request(pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(logprobs=0)))
-    assert call.sampling.logprobs == 0
+    message = pb.SamplingParams(logprobs=0, prompt_logprobs=0)
+    sampling = read_request(pb.GenerateRequest(text="hi", sampling_params=message)).sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 0)
 
 
 def test_supported_fields_arrive():
@@ -106,7 +110,7 @@ def test_supported_fields_arrive():
         temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=[4, 5], ignore_eos=True, seed=-3,
         skip_special_tokens=False, spaces_between_special_tokens=True, n=3, min_p=0.25, frequency_penalty=-0.5,
         presence_penalty=2.0, repetition_penalty=1.5, min_tokens=2, stop=["a", "b"], include_stop_str_in_output=True,
-        logprobs=20, logit_bias={3: 1.5, 4: -100.0}, regex="x",
+        logprobs=20, prompt_logprobs=3, logit_bias={3: 1.5, 4: -100.0}, regex="x",
     )
     call = read_request(pb.GenerateRequest(request_id="r", text="hi", stream=True, sampling_params=message))
     assert (call.request_id, call.prompt, call.stream) == ("r", "hi", True)
@@ -114,7 +118,7 @@ def test_supported_fields_arrive():
         temperature=0.5, top_p=0.25, top_k=7, max_tokens=9, stop_token_ids=(4, 5), ignore_eos=True, seed=-3,
         skip_special_tokens=False, n=3, min_p=0.25, frequency_penalty=-0.5, presence_penalty=2.0,
         repetition_penalty=1.5, min_tokens=2, stop=("a", "b"), include_stop_str_in_output=True, logprobs=20,
-        logit_bias={3: 1.5, 4: -100.0}, regex="x",
+        prompt_logprobs=3, logit_bias={3: 1.5, 4: -100.0}, regex="x",
     )
 
 
@@ -158,6 +162,7 @@ def test_sampling_survives_the_round_trip():
     shaped = SamplingParams(
         n=2, min_p=0.5, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={1: 2.0},
         min_tokens=1, stop=("x",), include_stop_str_in_output=True, skip_special_tokens=False, logprobs=0,
+        prompt_logprobs=0,
     )
     constrained = [SamplingParams(**{name: value}) for name, value in (
         ("json_schema", "{}"), ("json_object", True), ("regex", "a"), ("grammar", "start: /a/"), ("choice", ("a", "b")),
@@ -171,10 +176,10 @@ def test_chunk_counts_its_own_tokens_and_complete_all():
         request_id="r", token_ids=np.array([4, 5], np.int32), finish_reason=FinishReason.STOP, prompt_tokens=3,
         completion_tokens=7, cached_tokens=1, matched_token_id=5,
     )
-    chunk = write_chunk(delta).chunk
+    chunk = write_chunk(delta, PROMPT).chunk
     assert list(chunk.token_ids) == [4, 5]
     assert (chunk.completion_tokens, chunk.prompt_tokens, chunk.cached_tokens) == (2, 3, 1)
-    done = write_complete(delta).complete
+    done = write_complete(delta, PROMPT).complete
     assert (list(done.output_ids), done.completion_tokens, done.finish_reason) == ([4, 5], 7, "stop")
     assert done.matched_token_id == 5 and done.index == 0
     assert not (done.HasField("output_logprobs") or chunk.HasField("output_logprobs"))
@@ -187,11 +192,30 @@ def test_logprobs_index_and_stop_string_are_written():
     )
     delta = Delta(request_id="r", token_ids=np.array([4, 5], np.int32), index=2, logprobs=logprobs,
                   finish_reason=FinishReason.STOP, matched_stop="end")
-    done = write_complete(delta).complete
-    for message in (write_chunk(delta).chunk, done):
+    done = write_complete(delta, PROMPT).complete
+    for message in (write_chunk(delta, PROMPT).chunk, done):
         assert message.index == 2
         assert list(message.output_logprobs.token_logprobs) == [-1.0, -2.0]
         assert list(message.output_logprobs.token_ids) == [4, 5]
         tops = [(list(top.token_ids), list(top.values)) for top in message.output_logprobs.top_logprobs]
         assert tops == [([4, 6], [-1.0, -1.5]), ([7, 8], [-0.5, -0.75])]
     assert done.matched_stop_str == "end" and not done.HasField("matched_token_id")
+
+
+def test_prompt_logprobs_have_an_entry_per_prompt_token_and_the_first_is_empty():
+    logprobs = TokenLogprobs(
+        chosen=np.array([-1.0, -2.0], np.float32), ranks=np.array([1, 9], np.int32),
+        top_ids=np.array([[4, 6], [7, 8]], np.int32), top=np.array([[-1.0, -1.5], [-0.5, -0.75]], np.float32),
+    )
+    none = TokenLogprobs(chosen=logprobs.chosen[:0], ranks=logprobs.ranks[:0], top_ids=logprobs.top_ids[:0],
+                         top=logprobs.top[:0])
+    delta = Delta(request_id="r", token_ids=np.array([4]), prompt_logprobs=logprobs, finish_reason=FinishReason.STOP)
+    for message in (write_chunk(delta, PROMPT).chunk, write_complete(delta, PROMPT).complete):
+        got = message.input_logprobs
+        assert list(got.token_ids) == PROMPT.tolist()
+        assert [one.value if one.HasField("value") else None for one in got.token_logprobs] == [None, -1.0, -2.0]
+        tops = [(list(top.token_ids), list(top.values)) for top in got.top_logprobs]
+        assert tops == [([], []), ([4, 6], [-1.0, -1.5]), ([7, 8], [-0.5, -0.75])]
+    single = write_chunk(dataclasses.replace(delta, prompt_logprobs=none), PROMPT[:1]).chunk.input_logprobs
+    assert (len(single.token_logprobs), list(single.token_ids)) == (1, [8])
+    assert not write_chunk(dataclasses.replace(delta, prompt_logprobs=None), PROMPT).chunk.HasField("input_logprobs")

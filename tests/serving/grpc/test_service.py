@@ -104,6 +104,13 @@ def test_samples_logprobs_stops_and_grammars(server: str) -> None:
             for one, alone in zip(done, singles, strict=True):
                 assert list(one.output_ids) == list(alone.output_ids)
                 assert one.output_logprobs == alone.output_logprobs and len(one.output_logprobs.top_logprobs) == 8
+            (scored,) = await ask(False, logprobs=2, prompt_logprobs=1)
+            (first, *rest) = [m.chunk for m in await ask(True, prompt_logprobs=1) if m.HasField("chunk")]
+            values = scored.complete.input_logprobs
+            assert first.input_logprobs == values and not any(chunk.HasField("input_logprobs") for chunk in rest)
+            assert list(values.token_ids) == list(PROMPTS[0])
+            assert [one.HasField("value") for one in values.token_logprobs] == [False] + [True] * (len(PROMPTS[0]) - 1)
+            assert [len(top.values) for top in values.top_logprobs] == [0] + [1] * (len(PROMPTS[0]) - 1)
             streamed = await ask(True, n=3)
             for index in range(3):
                 chunks = [m.chunk for m in streamed if m.HasField("chunk") and m.chunk.index == index]

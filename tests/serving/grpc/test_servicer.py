@@ -222,7 +222,7 @@ def test_abort_reaches_a_request_that_is_still_being_encoded(make_engine, servin
         ({"ids": [1] * 64}, "INVALID_ARGUMENT", "prompt=64 tokens are too many"),
         ({"temperature": -1.0}, "INVALID_ARGUMENT", "temperature=-1.0 must be between 0 and 100"),
         ({"n": 200}, "INVALID_ARGUMENT", "n=200 must be from 1 to 128"),
-        ({"prompt_logprobs": 2}, "UNIMPLEMENTED", "prompt_logprobs=2 is not supported yet"),
+        ({"prompt_logprobs": 21}, "INVALID_ARGUMENT", "prompt_logprobs=21 must be from 0 to 20"),
         ({"structural_tag": "{}"}, "UNIMPLEMENTED", "structural_tag='{}' is not supported yet"),
     ],
 )
@@ -333,7 +333,7 @@ def test_every_request_leaves_one_log_line_without_its_text(make_engine, serving
     async def main():
         async with serving(make_engine(delay_s=0.005)) as served:
             await served.generate(text="the", request_id="good\nforged", max_tokens=2)
-            await refused(served.generate(text="the", request_id="bad", prompt_logprobs=3))
+            await refused(served.generate(text="the", request_id="bad", structural_tag="{}"))
             call = served.stub.Generate(request_of(request_id="gone"))
             await call.read()
             call.cancel()

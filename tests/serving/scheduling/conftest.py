@@ -203,7 +203,7 @@ class Run:
             self.scheduler.prefill_done(plan.prefill)
         if plan.decode:
             for request, fresh in self.scheduler.apply_decode(plan.decode, *result):
-                assert request.output[len(request.output) - len(fresh) :] == fresh.tolist()
+                assert request.output[len(request.output) - len(fresh) :] == fresh
                 if request.is_at_limit:
                     assert self.scheduler.finish(request, FinishReason.LENGTH)
 
