@@ -20,6 +20,7 @@ import numpy as np
 
 from widemesh.serving import Engine, FinishReason, SamplingParams
 from widemesh.serving.loop import EngineLoop
+from widemesh.serving.scheduling import ScheduledRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +127,48 @@ def run(engine: Engine, workload: Workload) -> dict[str, Outcome]:
 
     loop._turn = checked  # type: ignore[method-assign]
     compiled = engine.metrics._compiles.after_warm_up
+    guarded = _guard(engine.device)
     try:
         outcomes = asyncio.run(_run(engine, workload))
     finally:
         del loop._turn
+        for name in guarded:
+            delattr(engine.device, name)
     assert isinstance(loop, EngineLoop) and not problems, problems
     assert engine.is_alive and engine.num_running == engine.num_waiting == 0
     assert engine.metrics._compiles.after_warm_up == compiled
     for pool in (*scheduler.prefill.pools, *scheduler.decode.pools):
         assert pool.num_used == 0
     return outcomes
+
+
+def _guard(device: Any) -> tuple[str, ...]:
+    """Make every host array that goes to the device read-only: on a CPU its buffer may be the device's, so writing to
+    it later would change a step under way. Returns the names of the methods that were wrapped."""
+    names = ("prefill_pages", "prefill_step", "load", "decode_pages", "join", "set_tally", "decode_step")
+
+    def wrap(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                _freeze(value)
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(device, name, wrap(getattr(device, name)))
+    return names
+
+
+def _freeze(value: Any) -> None:
+    if isinstance(value, np.ndarray):
+        value.setflags(write=False)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _freeze(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, ScheduledRequest):
+        for field in dataclasses.fields(value):
+            _freeze(getattr(value, field.name))
 
 
 async def _run(engine: Engine, workload: Workload) -> dict[str, Outcome]:
