@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
-from widemesh.model.config import ConfigError
+from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.replay import ReplayConfig
 
@@ -55,6 +56,20 @@ class EngineConfig:
         if self.numerics not in NUMERICS_NAMES:
             raise ConfigError(f"numerics={self.numerics!r} is unknown; use one of {', '.join(NUMERICS_NAMES)}")
         self.scheduler, self.replay  # noqa: B018 - they check their own fields
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Refuse settings that this model cannot be served with. Raises ConfigError."""
+        if self.max_model_len > model.max_position_embeddings:
+            raise ConfigError(f"max_model_len={self.max_model_len} exceeds the model's max_position_embeddings="
+                              f"{model.max_position_embeddings}; use at most that")  # fmt: skip
+        ratio = math.lcm(*(model.roles[layer].ratio for layer in model.kv_source_layers))
+        if self.page_size % ratio:
+            raise ConfigError(f"page_size={self.page_size} must hold whole groups of every compress ratio; "
+                              f"use a multiple of {ratio}")  # fmt: skip
+        engram = max(model.engram_layer_ids, default=0)
+        if self.replay_tail == "bounded" and engram > model.replay_cut:
+            raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
+                              f"above layer {model.replay_cut}; use replay_tail='full'")
 
     @property
     def scheduler(self) -> SchedulerConfig:

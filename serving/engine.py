@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from widemesh.model.checkpoint import Checkpoint
-from widemesh.model.config import ConfigError
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import ForwardModel, load_engram_hash
 from widemesh.model.loading import read_parameters
@@ -34,7 +33,7 @@ from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
 from widemesh.serving.loop import EngineLoop, WeightUpdate
 from widemesh.serving.mailbox import Mailbox, on_the_spot
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
-from widemesh.serving.memory_plan import check_model_limits, plan_memory
+from widemesh.serving.memory_plan import plan_memory
 from widemesh.serving.metrics import EngineMetrics
 from widemesh.serving.prompt_scores import PromptScores
 from widemesh.serving.request import Completion, Delta, FinishReason, RequestError, SamplingParams, Status
@@ -75,11 +74,7 @@ class Engine:
         self.config = config
         checkpoint = Checkpoint.open(config.model)
         self.model_config = checkpoint.config
-        check_model_limits(self.model_config, config)
-        cut, engram = self.model_config.replay_cut, max(self.model_config.engram_layer_ids, default=0)
-        if config.replay_tail == "bounded" and engram > cut:
-            raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
-                              f"above layer {cut}; use replay_tail='full'")
+        config.check_model(self.model_config)
         rule = ReplayRule(config=config.replay, window=self.model_config.sliding_window,
                           num_layers=self.model_config.num_hidden_layers, max_ratio=self.model_config.max_ratio)
         scheduler: Scheduler[Request] = Scheduler(config.scheduler, rule)

@@ -23,7 +23,7 @@ from widemesh.serving.device import DecodeStep, DeviceEngine, PrefillRow, Prefil
 from widemesh.serving.engine_request import Request
 from widemesh.serving.mailbox import Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
-from widemesh.serving.request import FinishReason, RequestError, Status, TokenLogprobs
+from widemesh.serving.request import FinishReason, RequestError, TokenLogprobs
 from widemesh.serving.sampling import RowLogprobs, SlotSettings, full_mask
 from widemesh.serving.scheduling import DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
 from widemesh.serving.structured import ConstraintError
@@ -108,7 +108,7 @@ class EngineLoop:
         with self._wake:
             if self._is_stopping or self.failure is not None:
                 return False
-            self._check_queue(request)
+            self._scheduler.check_queue(len(request.prompt), self._inbox)
             self._inbox.append(request)
             self._wake.notify()
             return True
@@ -136,18 +136,6 @@ class EngineLoop:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _check_queue(self, request: Request) -> None:
-        most, most_tokens = self._config.max_num_queued_reqs, self._config.max_num_queued_tokens
-        if most is not None and self.num_waiting >= most:
-            raise RequestError("max_num_queued_reqs", most, "requests are waiting already; try again later",
-                               Status.UNAVAILABLE)  # fmt: skip
-        if most_tokens is not None:
-            tokens = self._scheduler.waiting.num_tokens + sum(len(r.prompt) for r in self._inbox)
-            if tokens + len(request.prompt) > most_tokens:
-                raise RequestError("max_num_queued_tokens", most_tokens,
-                                   f"would be passed by {len(request.prompt)} tokens on top of {tokens} that are "
-                                   "waiting already; try again later", Status.UNAVAILABLE)  # fmt: skip
 
     # --- the thread -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from widemesh.model.cache import Cache, init_cache, page_layout
-from widemesh.model.config import ConfigError, ModelConfig
+from widemesh.model.config import ModelConfig
 from widemesh.model.loading import split_model
 from widemesh.model.numerics import numerics_named
 from widemesh.model.step import selection_form
@@ -104,7 +104,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
 
     Raises ConfigError for settings that the model cannot be served with.
     """
-    check_model_limits(model, config)
+    config.check_model(model)
     sizes = config.scheduler
     prefill_cache = rank_cache(model, config, slots=sizes.prefill_slots_per_rank, pages=sizes.prefill_pages)
     decode_cache = rank_cache(model, config, slots=sizes.slots_per_rank, pages=sizes.decode_pages)
@@ -139,25 +139,13 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     )
 
 
-def check_model_limits(model: ModelConfig, config: EngineConfig) -> None:
-    """Refuse settings that this model cannot be served with. Raises ConfigError."""
-    if config.max_model_len > model.max_position_embeddings:
-        raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings="
-                          f"{model.max_position_embeddings}; use at most that")  # fmt: skip
-    ratio = math.lcm(*(model.roles[layer].ratio for layer in model.kv_source_layers))
-    if config.page_size % ratio:
-        raise ConfigError(f"page_size={config.page_size} must hold whole groups of every compress ratio; "
-                          f"use a multiple of {ratio}")  # fmt: skip
-
-
 def rank_cache(model: ModelConfig, config: EngineConfig, *, slots: int, pages: int) -> Cache:
     """Shapes and dtypes of the state of one rank: `init_cache` without its arrays."""
     sizes: SchedulerConfig = config.scheduler
     layout = page_layout(model, numerics_named(config.numerics), config.page_size)
     make: Callable[[], Cache] = functools.partial(
-        init_cache, model, layout, slots=slots, pages=pages, table_pages=sizes.pages_per_slot,
-        max_drafts=sizes.decode_rows - 1,
-    )  # fmt: skip
+        init_cache, model, layout, slots=slots, pages=pages, table_pages=sizes.pages_per_slot
+    )
     return jax.eval_shape(make)
 
 

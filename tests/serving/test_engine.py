@@ -254,6 +254,24 @@ def test_one_bad_prompt_leaves_nothing_running(engine: Engine) -> None:
     assert wait_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs=0 requests are waiting already"),
+        ({"max_num_queued_tokens": 8}, "max_num_queued_tokens=8 would be passed by 9 tokens on top of 0"),
+    ],
+)
+def test_a_full_queue_refuses_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], message: str
+) -> None:
+    scheduler = engine._loop._scheduler
+    monkeypatch.setattr(scheduler, "config", dataclasses.replace(scheduler.config, **limit))
+    with pytest.raises(RequestError, match=message) as refused:
+        engine.generate(prompt(9), GREEDY)
+    assert refused.value.status is Status.UNAVAILABLE
+    assert engine.num_running == engine.num_waiting == 0
+
+
 def test_stop_token_outside_vocabulary(engine: Engine) -> None:
     with pytest.raises(RequestError, match="stop_token_ids=512 must be below 512"):
         engine.generate(prompt(3), SamplingParams(stop_token_ids=(512,)))

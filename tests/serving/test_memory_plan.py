@@ -19,7 +19,7 @@ from widemesh.model.random_weights import random_tensors
 from widemesh.model.rope import RopeTables
 from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.memory_plan import MeshMemory, check_model_limits, format_bytes, plan_memory, rank_cache
+from widemesh.serving.memory_plan import MeshMemory, format_bytes, plan_memory, rank_cache
 from widemesh.serving.sampling import init_tally
 from widemesh.sharding import make_mesh
 
@@ -172,9 +172,26 @@ def test_totals_are_sums_of_the_parts():
 )
 def test_settings_that_the_model_cannot_have_are_refused(settings, sentence):
     model, config = PRESETS["tiny-mesh"], EngineConfig(**settings)
-    for check in (check_model_limits, plan_memory):
+    for check in (config.check_model, lambda model: plan_memory(model, config)):
         with pytest.raises(ConfigError, match=sentence):
-            check(model, config)
+            check(model)
+
+
+def test_a_bounded_tail_needs_its_engram_layers_below_the_cut():
+    """Rows that the tail leaves out would miss an Engram layer above it."""
+    model = PRESETS["tiny-mesh"]
+    above = model.replay_cut + 1
+    model = dataclasses.replace(model, engram_layer_ids=(1, above))
+    with pytest.raises(ConfigError, match=f"Engram layer {above} lies above layer {model.replay_cut}; use replay_tail"):
+        EngineConfig().check_model(model)
+    EngineConfig(replay_tail="full").check_model(model)
+
+
+def test_tokens_drawn_by_one_dispatch_take_no_ring_rows():
+    """They are accepted one by one: nothing ever goes back over them."""
+    model = PRESETS["tiny-mesh"]
+    plans = [plan_memory(model, EngineConfig(decode_steps=steps)) for steps in (1, 40)]
+    assert plans[0].window_bytes_per_slot == plans[1].window_bytes_per_slot
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from widemesh.model.config import ConfigError
 from widemesh.model.presets import DEFAULT_PRESET, PRESETS
-
-TINY_PRESETS = tuple(name for name in PRESETS if name.startswith("tiny-"))
+from widemesh.tools.init_tiny import TINY_PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
