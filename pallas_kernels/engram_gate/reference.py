@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-_MIN_MATCH = 1e-6
+MIN_MATCH = 1e-6
 
 
 def engram_gate(
@@ -25,7 +25,7 @@ def engram_gate(
     match = jnp.sum(h * qk * key, axis=-1)
     match = match * lax.rsqrt(jnp.mean(h * h, axis=-1) + eps) * lax.rsqrt(jnp.mean(key * key, axis=-1) + eps)
     match = match * h.shape[-1] ** -0.5
-    return jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(match), _MIN_MATCH)), match))
+    return jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(match), MIN_MATCH)), match))
 
 
 def engram_update(
