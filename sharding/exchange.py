@@ -1,4 +1,5 @@
-"""Moving rows to the ranks that hold their experts, and the results back. No row is ever dropped.
+"""Moving rows to the ranks that hold their experts, and the results back; likewise for rows of a table that is too large
+for one rank. No row is ever dropped.
 
 T rows per rank, K experts per row, R ranks, D hidden.
 """
@@ -6,9 +7,11 @@ T rows per rank, K experts per row, R ranks, D hidden.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 
@@ -28,6 +31,15 @@ class Exchange(Protocol):
         """Sum of all ranks' partial results for this rank's own rows."""
         ...
 
+    def look_up(
+        self, ids: Int32[Array, "T K"], held: int, read: Callable[[Int32[Array, "M K"]], Float[Array, "M K H"]]
+    ) -> Float[Array, "T K H"]:
+        """Rows `ids` of a table of which every rank holds `held` rows, in rank order.
+
+        `read` gives rows of this rank's part by their place in it; the result is exactly what it gives.
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalExchange:
@@ -42,6 +54,12 @@ class LocalExchange:
     def combine(self, y: Float[Array, "M D"]) -> Float[Array, "T D"]:
         """The input unchanged."""
         return y
+
+    def look_up(
+        self, ids: Int32[Array, "T K"], held: int, read: Callable[[Int32[Array, "M K"]], Float[Array, "M K H"]]
+    ) -> Float[Array, "T K H"]:
+        """What `read` gives."""
+        return read(ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,3 +83,13 @@ class AllGatherExchange:
     def combine(self, y: Float[Array, "M D"]) -> Float[Array, "T D"]:
         """Reduce-scatter over the rank axis."""
         return jax.lax.psum_scatter(y, self.axis, scatter_dimension=0, tiled=True)
+
+    def look_up(
+        self, ids: Int32[Array, "T K"], held: int, read: Callable[[Int32[Array, "M K"]], Float[Array, "M K H"]]
+    ) -> Float[Array, "T K H"]:
+        """All ranks read what they hold of all ids, and zeros for the rest; a reduce-scatter brings them together."""
+        place = jax.lax.all_gather(ids, self.axis, tiled=True) - jax.lax.axis_index(self.axis) * held
+        is_mine = (place >= 0) & (place < held)
+        rows = read(jnp.where(is_mine, place, 0))
+        # One rank has a row, the others add zeros: exact in any dtype.
+        return self.combine(jnp.where(is_mine[..., None], rows, 0))

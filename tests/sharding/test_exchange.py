@@ -39,3 +39,18 @@ def test_all_gather_equals_local(ranks: int, pattern: str) -> None:
     )  # fmt: skip
     np.testing.assert_allclose(jax.jit(spread)(x, slots, weights, w1, w3, w2), wanted, rtol=1e-5, atol=1e-5)
     assert pattern != "idle rank" or not np.asarray(wanted)[:3].any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_a_table_in_parts_are_those_of_the_whole(ranks: int) -> None:
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(3 * ranks, 5)).astype(np.float32)
+    ids = rng.integers(0, len(table), (2 * ranks, 7)).astype(np.int32)
+    ids[0] = len(table) - 1  # many of one rank
+    spec = PartitionSpec("ep")
+    spread = jax.shard_map(
+        lambda part, ids: AllGatherExchange().look_up(ids, part.shape[0], lambda place: part[place]),
+        mesh=make_mesh(jax.devices()[:ranks]), in_specs=(spec, spec), out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(spread)(table, ids), table[ids])
+    np.testing.assert_array_equal(LocalExchange().look_up(ids, len(table), lambda place: table[place]), table[ids])
