@@ -5,17 +5,21 @@ The pre-mix that a site computes is used by the next site, one sublayer late. Fo
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax import nnx
 from jaxtyping import Array, Float
 
+from widemesh.model import fused_block
 from widemesh.model.attention import Attention
 from widemesh.model.cache import LayerCache
 from widemesh.model.config import LayerRole, ModelConfig
 from widemesh.model.engram import Engram
-from widemesh.model.indexer import Shared
+from widemesh.model.fused_block import Pending
 from widemesh.model.linear import RMSNorm
 from widemesh.model.moe import MoE
 from widemesh.model.params import param, value
+from widemesh.model.shared import Shared
 from widemesh.model.step import StepContext
 from widemesh.pallas_kernels import mhc
 
@@ -43,15 +47,21 @@ class Block(nnx.Module):
     def __call__(
         self,
         streams: Float[Array, "B S C D"],
-        pre: Float[Array, "B S C"],
+        pre: Float[Array, "B S C"] | Pending,
         cache: LayerCache,
         shared: Shared,
         step: StepContext,
-    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"], LayerCache, Shared]:
-        """New streams, the pre-mix for the next layer, the layer's new state, and what later layers read."""
+    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"] | Pending, LayerCache, Shared]:
+        """New streams, the pre-mix for the next layer, the layer's new state, and what later layers read.
+
+        Under packed numerics the streams come and go with an output still `Pending`.
+        """
+        if step.numerics.packed_weights:
+            return fused_block.run(self, streams, pre, cache, shared, step)
+        assert not isinstance(pre, Pending)
         streams, near, cache, shared = self.write(streams, pre, cache, shared, step)
-        streams, pre, shared = self.finish(streams, pre, near, shared, step)
-        return streams, pre, cache, shared
+        streams, handed, shared = self.finish(streams, pre, near, shared, step)
+        return streams, handed, cache, shared
 
     def write(
         self,
@@ -60,10 +70,10 @@ class Block(nnx.Module):
         cache: LayerCache,
         shared: Shared,
         step: StepContext,
-    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B WS H"], LayerCache, Shared]:
+    ) -> tuple[Float[Array, "B S C D"], Any, LayerCache, Shared]:
         """What a layer keeps of its rows: Engram, then the keys of its attention (`Attention.write`).
 
-        Returns the streams after Engram, the window rows, the layer's new state and the shared state.
+        For settled streams. Returns them after Engram, the window rows, the layer's new state and the shared state.
         """
         if self.role.has_engram:
             streams = self.engram(streams, step.at("engram"))
@@ -76,11 +86,13 @@ class Block(nnx.Module):
         self,
         streams: Float[Array, "B S C D"],
         pre: Float[Array, "B S C"],
-        near: Float[Array, "B WS H"],
+        near: Any,
         shared: Shared,
         step: StepContext,
-    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"], Shared]:
+    ) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"] | Pending, Shared]:
         """The rest of the layer for rows that `write` has been through; all of them, or the newest ones."""
+        if step.numerics.packed_weights:
+            return fused_block.finish(self, streams, pre, near, shared, step)
         num = step.numerics
         pre_attn, post, comb = self.site("attn", streams, step)
         out, shared = self.attn.attend(self.attention_input(streams, pre, step), near, shared, step.at("attn"))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from widemesh.model.config import ModelConfig
 from widemesh.model.numerics import Numerics
+from widemesh.pallas_kernels.compress.ring import read_ring, write_ring
 from widemesh.pallas_kernels.layout import PageLayout, VectorLayout
 from widemesh.pallas_kernels.paged_cache import decode_vectors, encode_vectors
 
@@ -108,21 +109,6 @@ def write_window(
 ) -> UInt8[Array, "B ring row_bytes"]:
     """Encode and write the newest min(length, ring) valid rows; older ones would be overwritten in the same step."""
     return write_ring(ring, encode_vectors(kv, layout), start, length)
-
-
-def read_ring(ring: Array, position: Int32[Array, "B M"]) -> Array:
-    """Rows of a ring [B, ring, ...] at positions (any integers) -> [B, M, ...]."""
-    place = (position % ring.shape[1]).reshape(*position.shape, *[1] * (ring.ndim - 2))
-    return jnp.take_along_axis(ring, place, axis=1)
-
-
-def write_ring(ring: Array, rows: Array, start: Int32[Array, "B"], length: Int32[Array, "B"]) -> Array:
-    """`rows` [B, S, ...] at positions start and on; only the newest min(length, ring) of the first `length` stay."""
-    capacity = ring.shape[1]
-    row = jnp.arange(rows.shape[1])
-    kept = (row < length[:, None]) & (row >= length[:, None] - capacity)
-    place = jnp.where(kept, (start[:, None] + row) % max(capacity, 1), capacity)  # capacity = out of range = dropped
-    return ring.at[jnp.arange(ring.shape[0])[:, None], place].set(rows, mode="drop")
 
 
 def written_entries(

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from widemesh.model.cache import read_ring, write_ring
 from widemesh.model.config import ModelConfig
 from widemesh.model.linear import Kind, Linear, RMSNorm
+from widemesh.model.numerics import Numerics
 from widemesh.model.step import StepContext
 from widemesh.pallas_kernels.compress import pool_group
+from widemesh.pallas_kernels.compress.ring import read_ring, write_ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Compressor(nnx.Module):
         The ring holds the newest tokens by position, of which the group that `start` is in needs up to ratio - 1.
         """
         rows, r = step.rows, self.ratio
-        if r == 1:
-            latent = self.norm(self.wkv(x, step.numerics), step.numerics)
-            return Latents(latent, rows.positions, rows.valid), ring
-        new = jnp.stack([self.wkv(x, step.numerics), self.wgate(x, step.numerics)], axis=2)
+        values, gates = self.project(x, step.numerics)
+        if gates is None:
+            return Latents(self.norm(values, step.numerics), rows.positions, rows.valid), ring
+        new = jnp.stack([values, gates], axis=2)
         before = read_ring(ring, rows.start[:, None] - (r - 1) + jnp.arange(r - 1))
         both = jnp.concatenate([before, new], axis=1)  # row q - start + r - 1 holds position q
         # A step of S rows touches at most S // r + 1 groups (ceil((S + r - 1) / r)), from the one that `start` is in.
@@ -64,3 +65,9 @@ class Compressor(nnx.Module):
         pooled = step.numerics.round(pool_group(grouped[..., 0, :], grouped[..., 1, :]))
         valid = (index + 1) * r <= (rows.start + rows.length)[:, None]
         return Latents(self.norm(pooled, step.numerics), index, valid), write_ring(ring, new, rows.start, rows.length)
+
+    def project(
+        self, x: Float[Array, "B S D"], numerics: Numerics
+    ) -> tuple[Float[Array, "B S H"], Float[Array, "B S H"] | None]:
+        """Value and gate of each token; no gate at ratio 1."""
+        return self.wkv(x, numerics), self.wgate(x, numerics) if self.ratio > 1 else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from widemesh.model import packed_ops
 from widemesh.model.config import ModelConfig
 from widemesh.model.linear import Linear
 from widemesh.model.params import param, value
@@ -19,7 +20,7 @@ class EngramTable(nnx.Module):
     """Table of one layer, [rows, engram_head_dim]."""
 
     def __init__(self, rows: int, dim: int):
-        self.weight = param((rows, "engram_rows"), (dim, None))
+        self.weight = param((rows, "engram_rows"), (dim, None), stored="fp8_rows")
 
 
 class Engram(nnx.Module):
@@ -38,16 +39,36 @@ class Engram(nnx.Module):
 
     def __call__(self, streams: Float[Array, "B S C D"], step: StepContext) -> Float[Array, "B S C D"]:
         """Streams with the gated table value added to each."""
-        b, s, c, d = streams.shape
         num = step.numerics
         rows: Int32[Array, "B S columns"] = step.rows.engram_rows[:, :, self.which]
+        out = (self._packed if num.packed_weights else self._decoded)(streams, rows, step)
+        step.record("output", out)
+        return out
+
+    def _decoded(
+        self, streams: Float[Array, "B S C D"], rows: Int32[Array, "B S columns"], step: StepContext
+    ) -> Float[Array, "B S C D"]:
+        b, s, c, d = streams.shape
         looked_up = value(self.embed.weight)[rows].reshape(b, s, -1)
-        both = self.wkv(looked_up, num)
+        both = self.wkv(looked_up, step.numerics)
         key, val = both[..., : c * d].reshape(b, s, c, d), both[..., c * d :]
         qk = value(self.q_weight) * value(self.k_weight)
         gate = engram_gate(streams, key, qk, eps=self.config.rms_norm_eps)
         step.record("gate", gate)
         step.record("value", val)
-        out = num.store(engram_update(streams, gate, val))
-        step.record("output", out)
-        return out
+        return step.numerics.store(engram_update(streams, gate, val))
+
+    def _packed(
+        self, streams: Float[Array, "B S C D"], rows: Int32[Array, "B S columns"], step: StepContext
+    ) -> Float[Array, "B S C D"]:
+        """The lookup reads bytes; gate and update are one pass over the streams."""
+        num, kernels = step.numerics, step.settings.kernels
+        flat = streams.reshape(-1, *streams.shape[2:])
+        looked_up = packed_ops.engram_rows(
+            value(self.embed.weight), rows.reshape(-1, rows.shape[-1]), dtype=num.compute_dtype, implementation=kernels
+        )
+        out = packed_ops.engram_apply(
+            flat, self.wkv(looked_up, num), value(self.q_weight), value(self.k_weight), eps=self.config.rms_norm_eps,
+            implementation=kernels,
+        )  # fmt: skip
+        return out.reshape(streams.shape)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
+from widemesh.model.config import ModelConfig
 from widemesh.model.engram_hash import EngramHash
 
 
@@ -68,6 +69,24 @@ class EngramDeviceHash:
             "offsets": host.offsets.astype(np.int32),
         }
         return cls(primes=Divisors.build(host.primes), **parts)
+
+    @classmethod
+    def abstract(cls, config: ModelConfig) -> EngramDeviceHash:
+        """Shapes and dtypes of `build` for a model."""
+        layers, columns = len(config.engram_layer_ids), config.num_engram_columns
+
+        def array(*shape: int, dtype: Any = jnp.uint32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        by_column = array(layers, columns)
+        return cls(
+            token_map=array(config.vocab_size, dtype=jnp.int32),
+            pad_compressed_id=array(dtype=jnp.int32),
+            multiplier_high=array(layers, config.engram_max_ngram_size),
+            multiplier_low=array(layers, config.engram_max_ngram_size),
+            primes=Divisors(scaled=by_column, shift=by_column, reciprocal=by_column),
+            offsets=array(layers, columns, dtype=jnp.int32),
+        )
 
     @property
     def history_len(self) -> int:

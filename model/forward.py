@@ -22,7 +22,7 @@ from widemesh.model.cache import DEFAULT_PAGE_SIZE, Cache, init_cache, page_layo
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.model.engram_hash import EngramHash
-from widemesh.model.loading import read_parameters, split_model
+from widemesh.model.loading import load_parameters, split_model
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.model.step import DictRecorder, Recorder, Rows, StepContext, StepSettings, selection_form
@@ -70,7 +70,7 @@ class ForwardModel:
                               f"{config.max_ratio} or a multiple of it")
         self.config, self.numerics, self.engram_hash, self.page_size = config, numerics, engram_hash, page_size
         self.parameters = jax.tree.map(jnp.asarray, parameters)
-        self.graph, _ = split_model(config)
+        self.graph, _ = split_model(config, numerics)
 
     @classmethod
     def load(
@@ -82,7 +82,8 @@ class ForwardModel:
         """
         checkpoint = Checkpoint.open(folder)
         config = checkpoint.config
-        parameters = read_parameters(config, checkpoint.read, np.arange(config.n_routed_experts))
+        owner = np.arange(config.n_routed_experts)
+        parameters = load_parameters(config, numerics, owner, checkpoint.read, checkpoint.stored)
         return cls(config, parameters, load_engram_hash(config, folder), numerics, page_size)
 
     def logits(self, token_ids: Sequence[int] | np.ndarray, mode: Mode = Mode()) -> Float[np.ndarray, "S V"]:

@@ -1,4 +1,4 @@
-"""From named tensors to the parameter state of a model on a mesh."""
+"""From named tensors to the parameter state of a model on a mesh, as f32 values or as the bytes of the release."""
 
 from __future__ import annotations
 
@@ -6,21 +6,51 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from widemesh.model.checkpoint import tensor_table
+from widemesh.model.checkpoint.storage import quantise
 from widemesh.model.config import ModelConfig
+from widemesh.model.numerics import NUMERICS, Numerics
+from widemesh.model.params import BlockScaled, Stored, packed
 from widemesh.model.transformer import Transformer
+from widemesh.pallas_kernels.grouped_moe import PackedMatrix
 from widemesh.sharding import named_sharding
 
 _EXPERT_MATRICES = ("w1", "w3", "w2")
 
+StoredTensor = tuple[np.ndarray, np.ndarray | None]  # weight and scales of the quantised form, of the stored dtypes
 
-def split_model(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:
-    """Graph and abstract state of a model: the state is what a step takes as its parameters."""
+
+def split_model(
+    config: ModelConfig, numerics: Numerics = NUMERICS["plain"]
+) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:
+    """Graph and abstract state of a model: the state is what a step takes as its parameters.
+
+    The graph is the same for all numerics. Under packed weights a quantised parameter is a tree of byte arrays.
+    """
     graph, state = nnx.split(Transformer(config))
-    return graph, state
+    if not numerics.packed_weights:
+        return graph, state
+    return graph, nnx.from_flat_state(
+        [(path, p.replace(packed(p.get_value(), p.stored))) for path, p in nnx.to_flat_state(state)]
+    )
+
+
+def load_parameters(
+    config: ModelConfig, numerics: Numerics, slot_owner: np.ndarray, read: Callable[[str], np.ndarray],
+    stored: Callable[[str], StoredTensor] | None = None,
+) -> nnx.State[Any, Any]:  # fmt: skip
+    """Host arrays of every parameter in the form that `numerics` take, in the state's structure.
+
+    Packed weights are the bytes that `stored` gives; without it, the values that `read` gives are quantised.
+    """
+    if not numerics.packed_weights:
+        return read_parameters(config, read, slot_owner)
+    return read_packed_parameters(config, stored or quantising(config, read), slot_owner)
 
 
 def read_parameters(
@@ -34,17 +64,49 @@ def read_parameters(
     _, state = split_model(config)
     filled = []
     for path, variable in nnx.to_flat_state(state):
-        name = ".".join(str(part) for part in path)
-        if path[-2:-1] == ("experts",) and path[-1] in _EXPERT_MATRICES:
+        if _is_expert(path):
             shape = variable.get_value().shape[1:]
             array = np.zeros((len(slot_owner), *shape), np.float32)
             for slot, expert in enumerate(slot_owner):
                 if expert >= 0:
-                    array[slot] = read(name.replace(".experts.", f".experts.{expert}.") + ".weight")
+                    array[slot] = read(_expert_name(path, expert))
         else:
-            array = np.asarray(read(name), np.float32)
+            array = np.asarray(read(_name(path)), np.float32)
         filled.append((path, variable.replace(array)))
     return nnx.from_flat_state(filled)
+
+
+def read_packed_parameters(
+    config: ModelConfig, stored: Callable[[str], StoredTensor], slot_owner: np.ndarray
+) -> nnx.State[Any, Any]:
+    """Host arrays of every parameter under packed weights: the bytes that `stored` gives, as they are.
+
+    `stored` is `Checkpoint.stored`, or `quantising` around values. Otherwise as `read_parameters`.
+    """
+    _, state = split_model(config, NUMERICS["serving"])
+    filled = []
+    for path, variable in nnx.to_flat_state(state):
+        if _is_expert(path):
+            abstract = variable.get_value()
+            codes, scales = (np.zeros((len(slot_owner), *part.shape[1:]), np.uint8) for part in
+                             (abstract.codes, abstract.scales))  # fmt: skip
+            for slot, expert in enumerate(slot_owner):
+                if expert >= 0:
+                    codes[slot], scales[slot] = map(_bytes, stored(_expert_name(path, expert)))
+            value: Any = PackedMatrix(codes=codes, scales=scales)  # type: ignore[arg-type]
+        else:
+            value = _packed_value(variable.stored, *stored(_name(path)))
+        filled.append((path, variable.replace(value)))
+    return nnx.from_flat_state(filled)
+
+
+def quantising(config: ModelConfig, read: Callable[[str], np.ndarray]) -> Callable[[str], StoredTensor]:
+    """`stored` of `read_packed_parameters` from values: each tensor is quantised as a checkpoint would be written.
+
+    Values that came from a quantised checkpoint are the same afterwards.
+    """
+    table = tensor_table(config)
+    return lambda name: quantise(table[name], read(name))
 
 
 def place_parameters(state: nnx.State[Any, Any], mesh: Mesh) -> nnx.State[Any, Any]:
@@ -54,3 +116,28 @@ def place_parameters(state: nnx.State[Any, Any], mesh: Mesh) -> nnx.State[Any, A
         for path, variable in nnx.to_flat_state(state)
     ]
     return nnx.from_flat_state(placed)
+
+
+def _packed_value(form: Stored, weight: np.ndarray, scales: np.ndarray | None) -> Any:
+    if form == "fp8":
+        return BlockScaled(_bytes(weight), _bytes(scales))  # type: ignore[arg-type]
+    if form == "fp8_rows":
+        return np.concatenate([_bytes(weight), _bytes(scales)], axis=1)
+    return np.asarray(weight, ml_dtypes.bfloat16 if form == "bf16" else np.float32)
+
+
+def _bytes(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None, "quantised tensors have scales"
+    return array.view(np.uint8)
+
+
+def _is_expert(path: tuple[Any, ...]) -> bool:
+    return path[-2:-1] == ("experts",) and path[-1] in _EXPERT_MATRICES
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _expert_name(path: tuple[Any, ...], expert: int) -> str:
+    return _name(path).replace(".experts.", f".experts.{expert}.") + ".weight"

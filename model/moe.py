@@ -11,11 +11,12 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from widemesh.model import packed_ops
 from widemesh.model.config import ModelConfig
-from widemesh.model.linear import Linear
-from widemesh.model.params import param, value
+from widemesh.model.linear import Linear, product
+from widemesh.model.params import matrix, param, value
 from widemesh.model.step import StepContext
-from widemesh.pallas_kernels.grouped_moe import ExpertMath, grouped_moe
+from widemesh.pallas_kernels.grouped_moe import ExpertMath, PackedExperts, grouped_moe
 
 _WEIGHT_EPS = 1e-20  # a constant of the router, whatever the norms use
 
@@ -25,7 +26,7 @@ class Gate(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self.weight = param((config.n_routed_experts, None), (config.hidden_size, "embed"))
+        self.weight = param((config.n_routed_experts, None), (config.hidden_size, "embed"), stored="bf16")
         self.bias = param((config.n_routed_experts, None))
         self.bias_vl = param((config.n_routed_experts, None))  # for rows inside an image span
 
@@ -34,7 +35,7 @@ class Gate(nnx.Module):
     ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
         """Expert ids by descending biased score, and their weights. Ties go to the lower id."""
         config = self.config
-        logits = jnp.einsum("td,ed->te", x, value(self.weight), precision=lax.Precision.HIGHEST) / config.gate_temp
+        logits = product(x, value(self.weight), is_precise=True) / config.gate_temp
         step.record("router_logits", logits)
         scores = jnp.sqrt(jax.nn.softplus(logits))
         _, experts = lax.top_k(scores + value(self.bias), config.num_experts_per_tok)
@@ -53,9 +54,28 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig):
         slots = (config.n_routed_experts, "expert")
         width, embed = (config.moe_intermediate_size, "ffn"), (config.hidden_size, "embed")
-        self.w1 = param(slots, width, embed)
-        self.w3 = param(slots, width, embed)
-        self.w2 = param(slots, embed, width)
+        self.w1 = param(slots, width, embed, stored="fp4")
+        self.w3 = param(slots, width, embed, stored="fp4")
+        self.w2 = param(slots, embed, width, stored="fp4")
+
+    @property
+    def held(self) -> int:
+        """Slots of this rank."""
+        return int(value(self.w1).shape[0])
+
+    def __call__(
+        self, x: Float[Array, "M D"], slots: Int32[Array, "M K"], weights: Float[Array, "M K"], math: ExpertMath,
+        step: StepContext,
+    ) -> Float[Array, "M D"]:
+        """f32 sum over the slots of this rank; `slots` outside 0..held-1 add nothing."""
+        w1, w3, w2 = value(self.w1), value(self.w3), value(self.w2)
+        if step.numerics.packed_weights:
+            out, _ = packed_ops.grouped_moe_packed(
+                x, slots, weights, PackedExperts(w1=w1, w3=w3, w2=w2), math, implementation=step.settings.kernels
+            )
+            return out
+        implementation = step.settings.moe_implementation
+        return grouped_moe(x, slots, weights, w1, w3, w2, math, implementation=implementation)
 
 
 class SharedExpert(nnx.Module):
@@ -69,7 +89,9 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], math: ExpertMath) -> Float[Array, "T D"]:
         stacks = {"w1": self.w1, "w3": self.w3, "w2": self.w2}
-        return math.run(math.quantise(x), None, lambda name, v: v @ value(stacks[name].weight).T)
+        return math.run(
+            math.quantise(x), None, lambda name, v: product(v.astype(x.dtype), matrix(stacks[name].weight))
+        )
 
 
 class MoE(nnx.Module):
@@ -90,11 +112,8 @@ class MoE(nnx.Module):
         experts, weights = self.gate(flat, step)
         # Slot e holds expert e: the initial placement, and the only one until experts move.
         slots = jnp.where(step.rows.valid.reshape(-1, 1), experts, -1)
-        w1, w3, w2 = value(self.experts.w1), value(self.experts.w3), value(self.experts.w2)
-        sent, local, sent_weights = settings.exchange.dispatch(flat, slots, weights, w1.shape[0])
-        routed = grouped_moe(
-            sent, local, sent_weights, w1, w3, w2, math, implementation=settings.moe_implementation
-        )
+        sent, local, sent_weights = settings.exchange.dispatch(flat, slots, weights, self.experts.held)
+        routed = self.experts(sent, local, sent_weights, math, step)
         y = num.round(settings.exchange.combine(routed) + self.shared_experts(flat, math))
         y = y.reshape(x.shape)
         step.record("output", y)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int32
 
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
+from widemesh.pallas_kernels.gpu import Implementation
 from widemesh.sharding.exchange import Exchange, LocalExchange
 
 
@@ -59,9 +60,12 @@ class StepSettings:
     selection: Literal["mask", "indices"]  # form in which the selected entries are handed to attention
     start_bound: int  # no request starts after this position; 0 = a fresh prefill
     exchange: Exchange = dataclasses.field(default_factory=LocalExchange)
-    moe_implementation: str | None = None
+    moe_implementation: str | None = None  # of experts held as f32
+    kernels: Implementation | None = None  # of the ops under packed numerics; None: by the device
 
     def __post_init__(self) -> None:
+        if self.numerics.packed_weights and self.selection != "indices":
+            raise ValueError("selection='mask' cannot be used with packed_weights=True; use selection='indices'")
         if self.numerics.bf16_rounding and self.selection != "indices":
             raise ValueError("selection='mask' cannot be used with bf16_rounding=True; use selection='indices'")
 
@@ -111,9 +115,10 @@ class StepContext:
 def selection_form(rows: int, numerics: Numerics) -> Literal["mask", "indices"]:
     """The form of selection for a program with this many rows per request.
 
-    Masks pay off once the rows share a dense product; the released rounding needs indices.
+    Masks pay off once the rows share a dense product; the released rounding and the packed ops need indices.
     """
-    return "mask" if rows >= _MASK_FROM_ROWS and not numerics.bf16_rounding else "indices"
+    needs_indices = numerics.bf16_rounding or numerics.packed_weights
+    return "mask" if rows >= _MASK_FROM_ROWS and not needs_indices else "indices"
 
 
 _MASK_FROM_ROWS = 16

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from widemesh.model.block import Block
 from widemesh.model.cache import Cache
 from widemesh.model.config import ModelConfig
-from widemesh.model.indexer import Shared
+from widemesh.model.fused_block import Pending, settle
+from widemesh.model.keys import keys_of
 from widemesh.model.linear import Linear, RMSNorm
+from widemesh.model.packed_keys import NearRows
 from widemesh.model.params import param, value
+from widemesh.model.shared import Shared
 from widemesh.model.step import Rows, StepContext
 from widemesh.pallas_kernels import mhc
 from widemesh.pallas_kernels.sparse_attention import Selection
@@ -28,9 +31,10 @@ class Boundary:
 
     streams: Float[Array, "B S C D"]
     pre: Float[Array, "B S C"]
-    near: Float[Array, "B WS H"]  # window rows at positions start - (window - 1) .. start + S - 1 of the cut layer
+    # Window rows of the cut layer that its rows see: f32 at positions start - (window - 1) .. start + S - 1, or bytes.
+    near: Float[Array, "B WS H"] | NearRows
     selection: Selection  # what an index layer below the cut has chosen
-    candidates: Bool[Array, "B S L"]
+    candidates: Bool[Array, "B S L"] | Int32[Array, "B S C"]
 
     def last_rows(self, rows: Rows, count: int) -> tuple[Boundary, Rows]:
         """The newest `count` valid rows of each request (all, where it has fewer), in a step of `count` rows."""
@@ -39,11 +43,13 @@ class Boundary:
         def newest(x: Array, size: int) -> Array:
             return jax.vmap(lambda one, first: lax.dynamic_slice_in_dim(one, first, size))(x, skip)
 
-        around = self.near.shape[1] - self.streams.shape[1]
+        near = self.near
+        if not isinstance(near, NearRows):  # those are named by position, and serve the newest rows as they are
+            near = newest(near, count + near.shape[1] - self.streams.shape[1])
         part = Boundary(
             streams=newest(self.streams, count),
             pre=newest(self.pre, count),
-            near=newest(self.near, count + around),
+            near=near,
             selection=jax.tree.map(lambda x: newest(x, count), self.selection),
             candidates=newest(self.candidates, count),
         )
@@ -61,7 +67,7 @@ class Embedding(nnx.Module):
     """One row per token id."""
 
     def __init__(self, config: ModelConfig):
-        self.weight = param((config.vocab_size, "vocab"), (config.hidden_size, "embed"))
+        self.weight = param((config.vocab_size, "vocab"), (config.hidden_size, "embed"), stored="bf16")
 
 
 class Transformer(nnx.Module):
@@ -98,6 +104,7 @@ class Transformer(nnx.Module):
             streams, pre, layers[layer], shared = self.layers[layer](
                 streams, pre, layers[layer], shared, step.at(f"layers.{layer}")
             )
+        streams, pre = settle(streams, pre, step)
         streams, near, layers[cut], shared = self.layers[cut].write(
             streams, pre, layers[cut], shared, step.at(f"layers.{cut}")
         )
@@ -114,7 +121,7 @@ class Transformer(nnx.Module):
             Shared.start(cache, self.config, step), selection=boundary.selection, candidates=boundary.candidates
         )
         if self.config.roles[cut].owns_kv:
-            shared = self.layers[cut].attn.view(shared, step)
+            shared = keys_of(step).view(self.layers[cut].attn, shared, step)
         streams, pre, shared = self.layers[cut].finish(
             boundary.streams, boundary.pre, boundary.near, shared, step.at(f"layers.{cut}")
         )
@@ -125,7 +132,7 @@ class Transformer(nnx.Module):
             )
         return self.leave(streams, pre, step), dataclasses.replace(cache, layers=tuple(layers))
 
-    def enter(self, step: StepContext) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"]]:
+    def enter(self, step: StepContext) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"] | Pending]:
         """Equal copies of the embedding, and the first pre-mix: all weight on stream 0."""
         c = self.config.hc_mult
         embedded = step.numerics.store(value(self.embed.weight)[step.rows.tokens])
@@ -133,9 +140,10 @@ class Transformer(nnx.Module):
         return streams, jnp.broadcast_to(jnp.eye(1, c)[0], streams.shape[:3])
 
     def leave(
-        self, streams: Float[Array, "B S C D"], pre: Float[Array, "B S C"], step: StepContext
+        self, streams: Float[Array, "B S C D"], pre: Float[Array, "B S C"] | Pending, step: StepContext
     ) -> Float[Array, "B S D"]:
         """Collapse with the pre-mix of the last layer's second site, then the final norm."""
+        streams, pre = settle(streams, pre, step)
         collapsed = step.numerics.round(mhc.collapse(streams, pre))
         step.record("final.collapsed", collapsed)
         normed = self.norm(collapsed, step.numerics)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from widemesh.pallas_kernels.gpu import is_interpreted, swap
+from widemesh.pallas_kernels.gpu.store import store
 
 THREADS = 128  # of a block: one warpgroup
 SUM_ROWS = 16  # of the layout in which vectors are summed over the threads
@@ -56,8 +57,11 @@ def load_rows_f32(ref: Any, width: int) -> Float[Array, "128 width"]:
 
 
 def sum_rows(piece: Float[Array, "... width"], axis: int = 1) -> Float[Array, "..."]:
-    """A thread's sum of its row, the last axis, as one chain, so that a product in front of it fuses."""
-    if is_interpreted():
+    """A thread's sum of its row, the last axis, as one chain, so that a product in front of it fuses.
+
+    jax 0.11 has `jnp.sum` only, which keeps its own number of chains.
+    """
+    if is_interpreted() or not hasattr(plgpu, "sum"):
         return jnp.sum(piece, axis=axis)
     return plgpu.sum(piece, axis=axis, accumulator_ilp=1)
 
@@ -69,7 +73,7 @@ def zero_sums(width: int) -> Float[Array, "128"]:
 
 def store_rows(ref: Any, piece: Float[Array, "128 width"]) -> None:
     """A piece to device memory or SMEM, converted to the dtype there."""
-    plgpu.store(ref, piece.astype(ref.dtype), optimized=False)
+    store(ref, piece.astype(ref.dtype), optimized=False)
 
 
 def sum_scratch(vectors: int) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def sum_threads(vectors: Sequence[Float[Array, "128"]], parts: Any, totals: Any)
     Rows past the vectors keep what they held. For kernels with `unsafe_no_auto_barriers`: the barriers are here.
     """
     put_parts(vectors, parts)
-    plgpu.store(totals, sum_parts(parts), optimized=False)
+    store(totals, sum_parts(parts), optimized=False)
     plgpu.commit_smem()
 
 
@@ -95,7 +99,7 @@ def put_parts(vectors: Sequence[Float[Array, "128"]], parts: Any) -> None:
     """Vectors to SMEM, a row each, between two barriers."""
     plgpu.commit_smem()  # whoever still reads what was there is done
     for i, vector in enumerate(vectors):
-        plgpu.store(parts.at[i], vector, optimized=False)
+        store(parts.at[i], vector, optimized=False)
     plgpu.commit_smem()
 
 

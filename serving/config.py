@@ -11,7 +11,7 @@ from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.replay import ReplayConfig
 
 # By name, so that reading settings does not import jax; `widemesh.model.numerics` holds what they mean.
-NUMERICS_NAMES = ("plain", "kvq", "w8a8", "reference")
+NUMERICS_NAMES = ("plain", "kvq", "w8a8", "reference", "serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class EngineConfig:
 
     model: str = ""  # checkpoint folder
     served_model_name: str | None = None  # name that clients see; None: the folder
-    numerics: str = "kvq"  # plain, kvq, w8a8 or reference
+    numerics: str = "kvq"  # plain, kvq, w8a8, reference or serving
     max_model_len: int = 1024  # most tokens of a request, prompt and output together
     max_num_seqs: int = 8  # requests decoded together, over all decode devices
     max_num_batched_tokens: int = 256  # rows of one prefill step, over all prefill devices

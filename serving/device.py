@@ -1,7 +1,7 @@
 """The device side of the engine: what both meshes hold, and the programs that change it, in the order of the calls.
 
-Owned by one thread. Host arrays that are handed to a program are never written again: on a CPU device the host buffer
-may be the device buffer.
+Owned by one thread. Host arrays are handed to a program as they are: the call places them in a tenth of the time that
+`device_put` takes. They are never written again: on a CPU device the host buffer may be the device buffer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DecodeResult:
 
     tokens: Int32[np.ndarray, "slots k"]
     count: Int32[np.ndarray, "slots"]  # how many of the tokens count
-    is_finite: Bool[np.ndarray, "slots"]  # False: the tokens mean nothing
+    end: Int32[np.ndarray, "slots"]  # 0, or a sum of `programs.ENDED` and `programs.NOT_FINITE`
     logprobs: RowLogprobs | None  # [slots, k, ...]; None: no slot asked
 
 
@@ -88,10 +88,9 @@ class DecodeStep:
 
     def wait(self) -> DecodeResult:
         """Its result, once it is there."""
-        parts = (self.sampled.tokens, self.sampled.count, self.sampled.is_finite)
-        tokens, count, is_finite = map(np.asarray, parts)  # on their way since the dispatch
+        packed = np.asarray(self.sampled.packed)  # on its way since the dispatch
         logprobs = jax.device_get(self.sampled.logprobs) if self.wants_logprobs else None
-        return DecodeResult(tokens=tokens, count=count, is_finite=is_finite, logprobs=logprobs)
+        return DecodeResult(tokens=packed[:, :-2], count=packed[:, -2], end=packed[:, -1], logprobs=logprobs)
 
 
 class DeviceEngine:
@@ -165,7 +164,7 @@ class DeviceEngine:
         if any(row and row.is_last for row in work):
             ends = [len(row.token_ids) if row and row.is_last else 0 for row in work]
             self.num_dispatches += 1
-            batch = dataclasses.replace(batch, length=state.put(np.array(ends, np.int32)))
+            batch = dataclasses.replace(batch, length=np.array(ends, np.int32))
             done, state.cache = self._tail[rows](state.parameters, state.cache, boundary, batch, state.rope)
             return done
         return boundary.pre
@@ -177,11 +176,11 @@ class DeviceEngine:
             if row and row.targets is not None:
                 targets[rank, : len(row.targets)] = row.targets
         self.num_dispatches += 1
-        scores, state.cache = self._score[rows](state.parameters, state.cache, batch, state.put(targets), state.rope)
+        scores, state.cache = self._score[rows](state.parameters, state.cache, batch, targets, state.rope)
         return scores
 
     def _batch(self, work: list[PrefillRow | None]) -> tuple[int, Rows]:
-        """The size of chunk that they need, and they on the devices."""
+        """The size of chunk that they need, and they in arrays of that size."""
         longest = max((len(row.token_ids) for row in work if row), default=0)
         rows = next(size for size in self._chunks if size >= longest)
         ids = np.zeros((len(work), rows), np.int32)
@@ -193,7 +192,7 @@ class DeviceEngine:
                 start[rank], length[rank], history[rank] = row.start, len(row.token_ids), row.history
                 first[rank], write_from[rank] = row.first, row.write_from
         engram = self.engram_hash.rows(ids, history)
-        return rows, self.prefill.put(Rows(ids, start, length, engram, first, write_from))  # type: ignore[arg-type]
+        return rows, Rows(ids, start, length, engram, first, write_from)  # type: ignore[arg-type]
 
     def load(self, load: KvLoad[Any]) -> None:
         """Move a prefilled request's state to its decode slot and pages."""
@@ -205,9 +204,8 @@ class DeviceEngine:
         arrived = self.transfer.send(handed, load.decode_rank, self.decode.sharding)
         target = np.full((self.decode.ranks, size), self.decode.pages_per_rank, np.int32)  # past the end = dropped
         target[load.decode_rank, :count] = load.target_pages
-        placed = self.decode.put((self.decode.one_slot(load.decode_slot), target))
         self.num_dispatches += 2
-        self.decode.cache = self._import(self.decode.cache, arrived, *placed)
+        self.decode.cache = self._import(self.decode.cache, arrived, self.decode.one_slot(load.decode_slot), target)
 
     # --- decode ---------------------------------------------------------------------------------------------------
 
@@ -221,13 +219,13 @@ class DeviceEngine:
         """Write the state of a slot whose request decodes from the next step on."""
         packed = np.broadcast_to(row.packed(), (self.decode.ranks, len(row.packed())))
         self.num_dispatches += 1
-        self._state = self._join(self._state, *self.decode.put((self.decode.one_slot(slot), packed)))
+        self._state = self._join(self._state, self.decode.one_slot(slot), packed)
 
     def set_tally(self, row: TallyRow) -> None:
         """Write one slot's tally, each rank getting a row and all but one ignoring it."""
         prompt, output = (np.broadcast_to(x, (self.decode.ranks, *x.shape)) for x in (row.prompt, row.output))
         self.num_dispatches += 1
-        self._tally = self._write_tally(self._tally, *self.decode.put((self.decode.one_slot(row.slot), prompt, output)))
+        self._tally = self._write_tally(self._tally, self.decode.one_slot(row.slot), prompt, output)
 
     def decode_step(
         self,
@@ -250,16 +248,14 @@ class DeviceEngine:
         if sampling is not self._sampling:
             self._sampling, self._placed_sampling = sampling, state.put(sampling)
             self._wants_logprobs = bool((sampling.logprobs >= 0).any())
-        # Handed over as host arrays: a call places what it is given in a tenth of the time of a `put`.
         writes = state.packed_writes(pages, self._writes_per_rank) if len(pages) else self._no_writes
-        placed_mask = self._full_mask if mask is None else state.put(mask)
+        placed_mask = self._full_mask if mask is None else mask
         self.num_dispatches += 1
         state.cache, self._state, self._tally, sampled = self._decode(
             state.parameters, state.cache, self._state, self._tally, rows, writes, self._placed_sampling,
             placed_mask, self._hash, state.rope,
         )  # fmt: skip
-        for part in (sampled.tokens, sampled.count, sampled.is_finite):
-            part.copy_to_host_async()
+        sampled.packed.copy_to_host_async()
         return DecodeStep(sampled=sampled, wants_logprobs=self._wants_logprobs)
 
     # --- start-up -------------------------------------------------------------------------------------------------

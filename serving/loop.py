@@ -19,13 +19,15 @@ from flax import nnx
 from jaxtyping import Bool, Int32, UInt32
 
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.device import DecodeStep, DeviceEngine, PrefillRow, PrefillStep
+from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillRow, PrefillStep
 from widemesh.serving.engine_request import Request
-from widemesh.serving.mailbox import Mailbox
+from widemesh.serving.mailbox import Letter, Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
+from widemesh.serving.programs import NOT_FINITE
 from widemesh.serving.request import FinishReason, RequestError, TokenLogprobs
+from widemesh.serving.running_set import RunningSet
 from widemesh.serving.sampling import RowLogprobs, SlotSettings, full_mask
-from widemesh.serving.scheduling import DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
+from widemesh.serving.scheduling import Accepted, DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
 from widemesh.serving.structured import ConstraintError
 
 _STEPS_IN_FLIGHT = 2
@@ -69,8 +71,7 @@ class EngineLoop:
         self._settings = SlotSettings(config.max_num_seqs, device.model_config.vocab_size)
         self._in_flight: collections.deque[tuple[DecodePlan, DecodeStep]] = collections.deque()
         self._prefilling: collections.deque[tuple[PrefillPlan[Request], PrefillStep]] = collections.deque()
-        self._running: list[Request] = []  # as of the last step, with what follows from it
-        self._constrained: list[Request] = []
+        self._running = RunningSet(config.max_num_seqs)
         self._sampling, _ = self._settings.sync(())
         self._unsent: set[Mailbox] = set()
         self._pages: tuple[tuple[int, int, int], ...] = ()  # of the last report
@@ -223,6 +224,8 @@ class EngineLoop:
 
     def _dispatch(self, plan: StepPlan[Request]) -> None:
         now_s = time.monotonic()
+        if plan.preempted:
+            self._running.store_times()
         for request in plan.admitted:
             if request.trace.started_s is None:
                 request.trace.started_s = now_s
@@ -267,13 +270,12 @@ class EngineLoop:
     def _decode(self, plan: StepPlan[Request]) -> DecodeStep:
         assert plan.decode is not None
         running = self._scheduler.decode.running()
-        if running is not self._running:  # somebody has come or gone
-            self._running, self._constrained = running, [r for r in running if r.constraint is not None]
+        if self._running.sync(running):
             self._sampling, tallies = self._settings.sync((r.slot, r.epoch, r) for r in running)
             for row in tallies:
                 self._device.set_tally(row)
         rows = plan.decode.is_active * np.int32(self._config.decode_steps)
-        mask = self._constrain(plan.decode.is_active, rows) if self._constrained else None
+        mask = self._constrain(plan.decode.is_active, rows) if self._running.constrained else None
         return self._device.decode_step(rows, plan.decode_pages, self._sampling, mask)
 
     def _constrain(
@@ -281,7 +283,7 @@ class EngineLoop:
     ) -> UInt32[np.ndarray, "slots W"] | None:
         """Masks of constrained requests, which run a single row and then wait for what it drew."""
         mask = None
-        for request in self._constrained:
+        for request in self._running.constrained:
             if request.constraint is not None and is_active[request.slot]:
                 if mask is None:
                     mask = full_mask(len(rows), self._device.model_config.vocab_size)
@@ -294,52 +296,44 @@ class EngineLoop:
         """Take in the result of a step and post its tokens."""
         result = step.wait()
         self._awaits_token[plan.is_active] = False
+        now_s, running = time.monotonic(), self._running
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
-        if not result.is_finite.all():
-            accepted = self._drop_failed(accepted, result.is_finite)
-        version, logprobs, unsent, now_s = self.weights_version, None, self._unsent, time.monotonic()
-        traces, ended, num_tokens = [], [], 0
-        for request, new in accepted:
-            count, has = len(new), len(request.output)
-            if result.logprobs is not None:
-                logprobs = _logprobs(result.logprobs, request.slot, count, request.sampling.logprobs)
-            if count:
-                traces.append(request.trace)
-                num_tokens += count
-            if (
-                not count or has >= request.max_tokens or new[-1] in request.stop_token_ids
-                or request.constraint is not None
-            ):  # fmt: skip
-                reason = self._end_of(request, new)
-                if reason is not None:
-                    ended.append((request, reason, new, logprobs))
-                    continue
-            if count:
-                mailbox = request.mailbox
-                mailbox.letters.append((request, new, has, request.hit_tokens, version, None, logprobs))
-                unsent.add(mailbox)
-        self._metrics.generated(traces, num_tokens, now_s)
+        looks = running.to_look_at(accepted, result.end)
+        counts = accepted.counts * (result.end < NOT_FINITE)
+        num_tokens = int(counts.sum())
         self.counters.generated_tokens += num_tokens
-        for one in ended:
-            self._finish(*one)
+        self._metrics.generated(num_tokens)
+        running.note_times(counts > 0, now_s, self._metrics)
+        self._unsent.update(running.post(accepted, accepted.is_live & ~looks, self.weights_version))
+        if looks.any():
+            for slot in np.flatnonzero(looks).tolist():
+                self._look(slot, accepted, result)
 
-    def _drop_failed(
-        self, accepted: list[tuple[Request, list[int]]], is_finite: Bool[np.ndarray, "slots"]
-    ) -> list[tuple[Request, list[int]]]:
-        """End requests whose logits were not finite; the others."""
-        kept = []
-        for request, new in accepted:
-            if is_finite[request.slot]:
-                kept.append((request, new))
-                continue
+    def _look(self, slot: int, accepted: Accepted, result: DecodeResult) -> None:
+        """Take in a step's result for a request that it may end, or that wants more than its tokens."""
+        request, count = self._running.requests[slot], int(accepted.counts[slot])
+        assert request is not None
+        if result.end[slot] & NOT_FINITE:
             _log.error("request %r: the model's logits are not finite", request.request_id)
-            del request.output[len(request.output) - len(new) :]
+            output = request.output
+            del output[len(output) - count :]
             self._finish(request, FinishReason.ERROR)
-        return kept
+            return
+        new: list[int] = accepted.tokens[slot, :count].tolist()
+        logprobs = _logprobs(result.logprobs, slot, count, request.sampling.logprobs)
+        reason = self._end_of(request, new, bool(accepted.is_at_limit[slot]))
+        if reason is not None:
+            self._finish(request, reason, new, logprobs)
+        elif count:
+            outputs = int(accepted.outputs[slot])
+            request.mailbox.letters.append(
+                Letter(request, new, outputs, request.hit_tokens, self.weights_version, None, logprobs)
+            )
+            self._unsent.add(request.mailbox)
 
-    def _end_of(self, request: Request, new: list[int]) -> FinishReason | None:
+    def _end_of(self, request: Request, new: list[int], is_at_limit: bool) -> FinishReason | None:
         """Why a request ends with its newest tokens, the end of its constraint included."""
-        reason = FinishReason.LENGTH if len(request.output) >= request.max_tokens else None
+        reason = FinishReason.LENGTH if is_at_limit else None
         if new and new[-1] in request.stop_token_ids:  # the device runs nothing behind one
             reason = FinishReason.STOP
         if request.constraint is None or reason is FinishReason.STOP:
@@ -356,6 +350,7 @@ class EngineLoop:
         self, request: Request, reason: FinishReason, new: list[int] | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> None:  # fmt: skip
+        self._running.store_time(request.decode_slot, request)
         if request.arrival >= 0:  # the scheduler has it
             self._scheduler.finish(request, reason)
         self._live.pop(request.request_id, None)
@@ -364,7 +359,7 @@ class EngineLoop:
         self._metrics.finished(request.trace, len(request.output), reason, time.monotonic())
         self._on_finish(request)
         request.mailbox.letters.append(
-            (request, new or [], len(request.output), request.hit_tokens, self.weights_version, reason, logprobs)
+            Letter(request, new or [], len(request.output), request.hit_tokens, self.weights_version, reason, logprobs)
         )
         self._unsent.add(request.mailbox)
 

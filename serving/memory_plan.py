@@ -13,13 +13,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
 from widemesh.model.loading import split_model
-from widemesh.model.numerics import numerics_named
+from widemesh.model.numerics import Numerics, numerics_named
+from widemesh.model.params import is_engram_table
 from widemesh.model.step import selection_form
+from widemesh.serving.abstract import abstract_parameters
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.sampling import init_tally
 from widemesh.serving.scheduling.config import SchedulerConfig
@@ -27,7 +30,7 @@ from widemesh.sharding import EP_AXIS, partition_spec
 
 Kind = Literal["parameters", "state", "step"]
 
-_F32 = 4  # bytes
+_F32, _I32, _BF16 = 4, 4, 2  # bytes
 _BLOCK_ROWS = 64  # rows whose scores of every head the reference ops hold at once
 
 
@@ -99,31 +102,35 @@ class MemoryPlan:
         }
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
+def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None = None) -> MemoryPlan:
     """The plan of an engine that serves `model` under `config`. Allocates nothing.
 
+    `platform` ("cpu" or "gpu"; None: the one that JAX runs on) says what the numerics `serving` stand for.
     Raises ConfigError for settings that the model cannot be served with.
     """
     config.check_model(model)
-    sizes = config.scheduler
-    prefill_cache = rank_cache(model, config, slots=sizes.prefill_slots_per_rank, pages=sizes.prefill_pages)
-    decode_cache = rank_cache(model, config, slots=sizes.slots_per_rank, pages=sizes.decode_pages)
+    sizes, numerics = config.scheduler, numerics_named(config.numerics, platform)
+    prefill_cache, decode_cache = (
+        rank_cache(model, config, slots=slots, pages=pages, platform=platform)
+        for slots, pages in ((sizes.prefill_slots_per_rank, sizes.prefill_pages),
+                             (sizes.slots_per_rank, sizes.decode_pages))
+    )  # fmt: skip
     tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
     prefill = MeshMemory(
         name="prefill",
         ranks=sizes.prefill_ranks,
         parts=(
-            *_fixed_parts(model, sizes.prefill_ranks, prefill_cache),
-            *_step_parts(model, config, prefill_cache, rows=sizes.rows_per_rank, ranks=sizes.prefill_ranks),
+            *_fixed_parts(model, numerics, sizes.prefill_ranks, prefill_cache),
+            *_step_parts(model, numerics, prefill_cache, rows=sizes.rows_per_rank, ranks=sizes.prefill_ranks),
         ),
     )
     decode = MeshMemory(
         name="decode",
         ranks=sizes.decode_ranks,
         parts=(
-            *_fixed_parts(model, sizes.decode_ranks, decode_cache),
+            *_fixed_parts(model, numerics, sizes.decode_ranks, decode_cache),
             Part(name="penalty tallies", kind="state", num_bytes=_nbytes(tally)),
-            *_step_parts(model, config, decode_cache, rows=sizes.decode_rows, ranks=sizes.decode_ranks),
+            *_step_parts(model, numerics, decode_cache, rows=sizes.decode_rows, ranks=sizes.decode_ranks),
         ),
     )
     page_bytes = _nbytes(decode_cache.pages) // decode_cache.pages.shape[0]
@@ -139,10 +146,12 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     )
 
 
-def rank_cache(model: ModelConfig, config: EngineConfig, *, slots: int, pages: int) -> Cache:
+def rank_cache(
+    model: ModelConfig, config: EngineConfig, *, slots: int, pages: int, platform: str | None = None
+) -> Cache:
     """Shapes and dtypes of the state of one rank: `init_cache` without its arrays."""
     sizes: SchedulerConfig = config.scheduler
-    layout = page_layout(model, numerics_named(config.numerics), config.page_size)
+    layout = page_layout(model, numerics_named(config.numerics, platform), config.page_size)
     make: Callable[[], Cache] = functools.partial(
         init_cache, model, layout, slots=slots, pages=pages, table_pages=sizes.pages_per_slot
     )
@@ -159,9 +168,9 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _fixed_parts(model: ModelConfig, ranks: int, cache: Cache) -> list[Part]:
+def _fixed_parts(model: ModelConfig, numerics: Numerics, ranks: int, cache: Cache) -> list[Part]:
     """What a rank holds from start-up on: parameters, rotary tables and state."""
-    tables, rest = _parameter_bytes(model, ranks)
+    tables, rest = _parameter_bytes(model, numerics, ranks)
     positions = cache.table.shape[1] * cache.layout.page_size
     return [
         Part(name="parameters", kind="parameters", num_bytes=rest),
@@ -175,34 +184,59 @@ def _fixed_parts(model: ModelConfig, ranks: int, cache: Cache) -> list[Part]:
     ]
 
 
-def _parameter_bytes(model: ModelConfig, ranks: int) -> tuple[int, int]:
+def _parameter_bytes(model: ModelConfig, numerics: Numerics, ranks: int) -> tuple[int, int]:
     """Bytes on one rank of the Engram tables, and of everything else."""
     tables = rest = 0
-    _, state = split_model(model)
-    for path, variable in nnx.to_flat_state(state):
-        abstract = variable.get_value()
-        num_bytes = abstract.dtype.itemsize
-        for size, axis in zip(abstract.shape, partition_spec(variable.axes), strict=True):
-            num_bytes *= -(-size // ranks) if axis == EP_AXIS else size  # slots that fill the last rank up included
-        if path[-3:] == ("engram", "embed", "weight"):
+    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, ranks)):
+        spec = partition_spec(variable.axes)
+        num_bytes = sum(
+            array.dtype.itemsize * math.prod(size // ranks if axis == EP_AXIS else size
+                                             for size, axis in zip(array.shape, spec, strict=True))
+            for array in jax.tree.leaves(variable.get_value())
+        )  # fmt: skip
+        if is_engram_table(path):
             tables += num_bytes
         else:
             rest += num_bytes
     return tables, rest
 
 
-def _step_parts(model: ModelConfig, config: EngineConfig, cache: Cache, *, rows: int, ranks: int) -> list[Part]:
+def _step_parts(model: ModelConfig, numerics: Numerics, cache: Cache, *, rows: int, ranks: int) -> list[Part]:
     """What a step holds in between, of `rows` rows per slot.
 
-    Layers run one after the other, so each part counts once, as the layer that needs most of it does. XLA's own count
-    of the temporaries of small models (prefill of 64 and 256 rows, decode of 8 slots, up to 4000 tokens) is 0.55 to
-    1.2 times the sum.
+    Layers run one after the other, so each part counts once, as the layer that needs most of it does.
+    """
+    count = _packed_step if numerics.packed_weights else _decoded_step
+    parts = count(model, numerics, cache, rows, ranks)
+    return [Part(name=name, kind="step", num_bytes=num_bytes) for name, num_bytes in parts.items()]
+
+
+def _packed_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, ranks: int) -> dict[str, int]:
+    """For ops that read packed bytes: no key and no score of all entries is ever held for every row and head."""
+    num_rows = cache.table.shape[0] * rows
+    return {
+        "selected entries": num_rows * (model.index_topk + model.candidate_topk_blocks) * _I32,
+        "row activations": num_rows * _activations(model, ranks) * jnp.dtype(numerics.compute_dtype).itemsize,
+        "matrix in bfloat16": _largest_dense(model) * _BF16,  # decoded from FP8 for its product, one at a time
+        "logits": num_rows * model.vocab_size * _F32,
+    }
+
+
+def _largest_dense(model: ModelConfig) -> int:
+    """Values of the largest matrix that is stored in FP8."""
+    _, state = split_model(model)
+    return max(math.prod(p.get_value().shape) for _, p in nnx.to_flat_state(state) if p.stored == "fp8")
+
+
+def _decoded_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, ranks: int) -> dict[str, int]:
+    """For the reference ops. XLA's own count of the temporaries of small models (prefill of 64 and 256 rows, decode of
+    8 slots, up to 4000 tokens) is 0.55 to 1.2 times the sum.
     """
     slots, pages = cache.table.shape
     heads, dim, window = model.num_attention_heads, model.head_dim, model.sliding_window
     block = min(rows, _BLOCK_ROWS)
     longest = pages * max((source.rows for source in cache.layout.sources), default=0)  # entries
-    if selection_form(rows, numerics_named(config.numerics)) == "mask":
+    if selection_form(rows, numerics) == "mask":
         keys = longest * dim  # every entry in view, which all rows share
         per_head = block * heads * (window - 1 + block + longest)
         num_masks = 3  # visible, candidates, selected
@@ -211,7 +245,7 @@ def _step_parts(model: ModelConfig, config: EngineConfig, cache: Cache, *, rows:
         per_head = rows * heads * (window + min(model.index_topk, longest))
         num_masks = 2  # visible, candidates
     index_per_head = block * model.index_n_heads * longest
-    parts = {
+    return {
         "keys in view": slots * (keys + longest * model.index_head_dim) * _F32,
         "index scores": slots * rows * longest * _F32,
         "index selection": 2 * slots * rows * longest * _F32,  # the scores again, masked and as ordered integers
@@ -221,7 +255,6 @@ def _step_parts(model: ModelConfig, config: EngineConfig, cache: Cache, *, rows:
         "row activations": slots * rows * _activations(model, ranks) * _F32,
         "logits": slots * rows * model.vocab_size * _F32,
     }
-    return [Part(name=name, kind="step", num_bytes=num_bytes) for name, num_bytes in parts.items()]
 
 
 def _activations(model: ModelConfig, ranks: int) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Int32
 from widemesh.eplb import initial_slot_owner
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.checkpoint import Checkpoint
-from widemesh.model.loading import place_parameters, read_parameters, split_model
+from widemesh.model.loading import StoredTensor, load_parameters, place_parameters, split_model
 from widemesh.model.numerics import numerics_named
 from widemesh.model.rope import RopeTables
 from widemesh.serving.config import EngineConfig
@@ -35,12 +35,12 @@ class MeshState:
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int):
         model, sizes = checkpoint.config, config.scheduler
         _log.info("reading the weights for %d devices", mesh.devices.size)
-        graph, _ = split_model(model)
+        graph, numerics = split_model(model)[0], numerics_named(config.numerics, mesh.devices.flat[0].platform)
         self.ranks, self.slots_per_rank, self.pages_per_rank = mesh.devices.shape[0], slots, pages
         self.table_pages = sizes.pages_per_slot
         self.max_len = self.table_pages * config.page_size
         self.programs = Programs(
-            config=model, numerics=numerics_named(config.numerics), graph=graph, mesh=mesh, max_len=self.max_len
+            config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=self.max_len
         )
         self.sharding = self.programs.sharding()
         self.replicated = named_sharding(mesh, ())
@@ -51,7 +51,7 @@ class MeshState:
     def _fill(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         """Put on the devices what the programs take."""
         model = self._model
-        self.parameters = self.place(checkpoint.read)
+        self.parameters = self.place(checkpoint.read, checkpoint.stored)
         self.rope: RopeTables = jax.device_put(RopeTables.build(model, self.max_len), self.replicated)
         layout = page_layout(model, self.programs.numerics, config.page_size)
 
@@ -61,10 +61,15 @@ class MeshState:
 
         self.cache: Cache = jax.jit(make, out_shardings=self.sharding)()  # made where it lies
 
-    def place(self, read: Callable[[str], np.ndarray]) -> nnx.State[Any, Any]:
-        """Parameters of this mesh from a function that reads released tensors, laid out as its programs take them."""
+    def place(
+        self, read: Callable[[str], np.ndarray], stored: Callable[[str], StoredTensor] | None = None
+    ) -> nnx.State[Any, Any]:
+        """Parameters of this mesh, laid out as its programs take them, from a function that reads released tensors.
+
+        For packed weights see `load_parameters`.
+        """
         owner = initial_slot_owner(self._model.n_routed_experts, self._mesh.devices.size)
-        host: nnx.State[Any, Any] = read_parameters(self._model, read, owner)
+        host: nnx.State[Any, Any] = load_parameters(self._model, self.programs.numerics, owner, read, stored)
         return place_parameters(host, self._mesh)
 
     def put(self, host: Any) -> Any:
@@ -89,7 +94,7 @@ class MeshState:
         """Set entries of the page tables."""
         most = self.most_writes(writes)
         size = next(size for size in self.write_sizes() if size >= most)
-        self.cache = self._write_table(self.cache, self.put(self.packed_writes(writes, size)))
+        self.cache = self._write_table(self.cache, self.packed_writes(writes, size))
 
     def most_writes(self, writes: PageWrites) -> int:
         """Entries of the rank that has the most."""

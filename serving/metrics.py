@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -52,7 +52,7 @@ class PageCounts:
 class EngineMetrics(Collector):
     """Figures of one engine since its start; register it with a `CollectorRegistry` to have them exported.
 
-    The engine's thread calls `generated`, `finished`, `cache` and `step`; nobody else does. Reading takes no lock: a
+    The engine's thread alone reports. Reading takes no lock: a
     scrape may see one step's numbers half added, never a number that was not there.
     """
 
@@ -77,23 +77,19 @@ class EngineMetrics(Collector):
 
     # --- what the engine's thread reports -----------------------------------------------------------------------------
 
-    def generated(self, traces: Iterable[RequestTrace], num_tokens: int, now_s: float) -> None:
-        """A step's result has arrived: so many tokens in all, of requests that each have at least one."""
-        usual_s, times = 0.0, 0  # of most requests the last token came with the same step
-        for trace in traces:
-            last_s = trace.last_token_s
-            if last_s == usual_s:
-                times += 1
-            elif last_s is None:
-                trace.first_token_s = now_s
-                self._prompt_tokens += trace.prompt_tokens
-                self._first_token.add(now_s - trace.arrived_s)
-            else:
-                self._between_tokens.add(now_s - usual_s, times)
-                usual_s, times = last_s, 1
-            trace.last_token_s = now_s
-        self._between_tokens.add(now_s - usual_s, times)
+    def generated(self, num_tokens: int) -> None:
+        """A step's result has arrived, with so many tokens in all."""
         self._generated_tokens += num_tokens
+
+    def first_token(self, trace: RequestTrace, now_s: float) -> None:
+        """A request has got its first tokens."""
+        trace.first_token_s = trace.last_token_s = now_s
+        self._prompt_tokens += trace.prompt_tokens
+        self._first_token.add(now_s - trace.arrived_s)
+
+    def later_tokens(self, interval_s: float, times: int) -> None:
+        """So many requests have got more tokens, each so long after the ones before."""
+        self._between_tokens.add(interval_s, times)
 
     def finished(self, trace: RequestTrace, output_tokens: int, reason: FinishReason, now_s: float) -> None:
         """A request has ended. Of its phases those are counted that it has completed."""

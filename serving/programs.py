@@ -20,13 +20,18 @@ from jaxtyping import Array, Bool, Int32, UInt8, UInt32
 from widemesh.model.cache import Cache, LayerCache
 from widemesh.model.config import ModelConfig
 from widemesh.model.engram_device_hash import EngramDeviceHash
+from widemesh.model.loading import split_model
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
 from widemesh.model.transformer import Boundary, Transformer
+from widemesh.pallas_kernels.gpu import Implementation
 from widemesh.serving.decode_state import DecodeState
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
 from widemesh.sharding import EP_AXIS, AllGatherExchange, partition_spec
+
+ENDED = 1  # the slot has drawn a stop token or its last one
+NOT_FINITE = 2  # some logits held NaN or infinity, the tokens mean nothing
 
 _PER_RANK = PartitionSpec(EP_AXIS)
 _EVERYWHERE = PartitionSpec()
@@ -37,9 +42,9 @@ _EVERYWHERE = PartitionSpec()
 class Sampled:
     """Result of a decode step of k rows, one after the other."""
 
-    tokens: Int32[Array, "B k"]
-    count: Int32[Array, "B"]  # how many of them a slot has drawn
-    is_finite: Bool[Array, "B"]  # False: some logits held NaN or infinity, the tokens mean nothing
+    # k tokens, how many of them the slot has drawn, and its end: the sum of `ENDED` and `NOT_FINITE`, or 0 if it goes
+    # on. One array, because each that the host reads costs it 10 us or more.
+    packed: Int32[Array, "B k+2"]
     logprobs: RowLogprobs  # [B, k, ...]; of slots that asked for them
 
 
@@ -61,6 +66,7 @@ class Programs:
     graph: nnx.GraphDef[Transformer]
     mesh: Mesh
     max_len: int  # tokens a slot has room for
+    kernels: Implementation | None = None  # of the ops under packed numerics; None: by the device
 
     # --- prefill --------------------------------------------------------------------------------------------------
 
@@ -173,7 +179,9 @@ class Programs:
                 carry, (tokens, runs, finite, logprobs) = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
             by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (tokens, logprobs))
             count = jnp.sum(runs, axis=0, dtype=jnp.int32)
-            return *carry, Sampled(by_slot[0], count, jnp.all(finite, axis=0), by_slot[1])
+            end = ENDED * carry[1].is_done + NOT_FINITE * ~jnp.all(finite, axis=0)
+            packed = jnp.concatenate([by_slot[0], count[:, None], end[:, None]], axis=1, dtype=jnp.int32)
+            return *carry, Sampled(packed, by_slot[1])
 
         specs = (*[_PER_RANK] * 7, _EVERYWHERE, _EVERYWHERE)
         return self._jit(step, specs, (_PER_RANK,) * 4, donated=(1, 2, 3))
@@ -219,6 +227,7 @@ class Programs:
             selection=selection_form(count, self.numerics),
             start_bound=self.max_len - 1,
             exchange=AllGatherExchange(axis=EP_AXIS),
+            kernels=self.kernels,
         )
         return StepContext(rows, rope, settings)
 
@@ -231,7 +240,7 @@ class Programs:
     def _jit(
         self, step: Callable[..., Any], specs: tuple[PartitionSpec, ...], out: Any, donated: tuple[int, ...] = (1,)
     ) -> Callable[..., Any]:
-        _, state = nnx.split(Transformer(self.config))
+        _, state = split_model(self.config)  # the axes hold for every array of a packed parameter
         parameters = jax.tree.map(
             lambda variable: variable.replace(partition_spec(variable.axes)),
             state,

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
+from widemesh.tools.aot_only import keep_to_cpu
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -38,6 +40,7 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "init-tiny": Command("widemesh.tools.init_tiny:InitTiny", "write a small checkpoint with random weights"),
     "logits": Command("widemesh.tools.logits:Logits", "write the logits of every position of given token ids"),
     "memory": Command("widemesh.tools.memory:Memory", "print how much memory an engine will hold"),
+    "check": Command("widemesh.tools.check:Check", "compile the step programs for GPUs that need not be there"),
     "bench": {
         "host": Command("widemesh.tools.bench.host:HostBench", "time the engine's own thread at a full batch"),
         "prefill-peer": Command("widemesh.tools.bench.prefill_peer:PrefillPeer", "time one prefill and its floor"),
@@ -53,11 +56,13 @@ USER_ERRORS = (
     "widemesh.serving.request:RequestError",
     "widemesh.serving.engine:EngineError",
     "widemesh.serving.grpc.client:ServerError",
+    "widemesh.pallas_kernels.gpu.toolchain:ToolchainError",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status: 0, or 2 after an error of the user's making."""
+    keep_to_cpu()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # generated text must not fail on a narrow locale

@@ -13,7 +13,7 @@ import tyro
 from widemesh.model.config import ConfigError
 from widemesh.tools.settings import check_output
 
-NumericsName = Literal["plain", "kvq", "w8a8", "reference"]
+NumericsName = Literal["plain", "kvq", "w8a8", "reference", "serving"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,19 @@ class Checkpoint:
             scale = scale[start:stop]
         return storage.decode(spec.kind, weight, scale)
 
+    def stored(self, name: str) -> tuple[Shaped[np.ndarray, "*S"], Shaped[np.ndarray, "a b"] | None]:
+        """A backbone tensor in the quantised form: weight, and scales if it has some, of the stored dtypes.
+
+        What is quantised on disk comes as a read-only view of its bytes; what is plain there is quantised now.
+        """
+        spec = self.table.get(name)
+        if spec is None:
+            raise KeyError(f"{name!r} is no tensor of this model's backbone")
+        weight = self.raw(name)
+        if weight.dtype != storage.stored_dtype(spec.kind, "quantized"):
+            return storage.quantise(spec, self.read(name))
+        return weight, self.raw(storage.scale_name(name)) if storage.has_scale(weight.dtype) else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Found:

@@ -99,3 +99,11 @@ def encode(spec: TensorSpec, values: Float[np.ndarray, "*S"], form: Form) -> lis
         (spec.name, np.ascontiguousarray(codes).view(dtype)),
         (scale_name(spec.name), np.ascontiguousarray(scales).view(E8M0)),
     ]
+
+
+def quantise(
+    spec: TensorSpec, values: Float[np.ndarray, "*S"]
+) -> tuple[Shaped[np.ndarray, "*S"], Shaped[np.ndarray, "a b"] | None]:
+    """The quantised form of logical values: weight, and scales if its kind has some. Raises like `encode`."""
+    (_, weight), *rest = encode(spec, values, "quantized")
+    return weight, rest[0][1] if rest else None

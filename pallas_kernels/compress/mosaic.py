@@ -32,6 +32,7 @@ from widemesh.pallas_kernels.compress.encode import encode_mxfp4_columns, encode
 from widemesh.pallas_kernels.compress.reference import num_groups
 from widemesh.pallas_kernels.formats import MXFP4_GROUP, NVFP4_GROUP
 from widemesh.pallas_kernels.gpu import kernel_options
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.layout import SourceLayout
 from widemesh.pallas_kernels.thread_rows import THREADS, sum_rows
 
@@ -80,8 +81,8 @@ def compress_and_store(
     ):  # fmt: skip
         first = lax.axis_index("block") * together
         for n, neutral in enumerate((1.0, 0.0)):
-            plgpu.store(turn.at[n], jnp.full(turn.shape[1:], neutral, jnp.float32))
-            plgpu.store(key_turn.at[n], jnp.full(key_turn.shape[1:], neutral, jnp.float32))
+            store(turn.at[n], jnp.full(turn.shape[1:], neutral, jnp.float32))
+            store(key_turn.at[n], jnp.full(key_turn.shape[1:], neutral, jnp.float32))
         plgpu.commit_smem()
 
         def place(e: Array) -> tuple[Array, Array, Array]:
@@ -93,15 +94,15 @@ def compress_and_store(
         def gather(e: Array, _: None) -> None:
             b, index, _m = place(e)
             tokens = [_token(b, index * ratio + j - start_ref[b], j) for j in range(ratio)]
-            plgpu.store(latent.at[e, :, pl.ds(0, NVFP4_GROUP)], rounded(_pool(tokens), bf16_rounding), optimized=False)
+            store(latent.at[e, :, pl.ds(0, NVFP4_GROUP)], rounded(_pool(tokens), bf16_rounding), optimized=False)
             position = jnp.clip(index * ratio, 0, cos.shape[0] - 1)
             for n, table_of in enumerate((cos_ref, sin_ref)):
                 row = plgpu.load(table_of.at[position], layout=layouts.small(pairs // half, half), optimized=False)
-                plgpu.store(turn.at[n, e, pl.ds(turned, pairs // half)], row, optimized=False)
+                store(turn.at[n, e, pl.ds(turned, pairs // half)], row, optimized=False)
             for n, table_of in enumerate((key_cos_ref, key_sin_ref)):
                 wide = layouts.small(pairs // key_half, key_half)
                 row = plgpu.load(table_of.at[position], layout=wide, optimized=False)
-                plgpu.store(key_turn.at[n, e, pl.ds(key_turned, pairs // key_half)], row, optimized=False)
+                store(key_turn.at[n, e, pl.ds(key_turned, pairs // key_half)], row, optimized=False)
 
         def _token(b: Array, row: Array, j: int) -> list[Array]:
             """Value (and gate) of a token of a group, from this step or, before it, from the ring."""
@@ -148,12 +149,12 @@ def compress_and_store(
         entry = [column(latent, c, by_group) for c in range(NVFP4_GROUP)]
         entry = normed(entry, norm_ref, by_group, head)
         for c, value in enumerate(entry):
-            plgpu.store(latent.at[:, :, c], value, optimized=False)
+            store(latent.at[:, :, c], value, optimized=False)
         plgpu.commit_smem()
         codes, scale = encode_nvfp4_columns(rotated(entry, turn, by_group))
         for i, byte in enumerate(codes):
-            plgpu.store(record.at[:, :, i], byte, optimized=False)
-        plgpu.store(scales, scale, optimized=False)
+            store(record.at[:, :, i], byte, optimized=False)
+        store(scales, scale, optimized=False)
 
         def product(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             at = [step * _IN_FLIGHT + n for n in range(_IN_FLIGHT)]
@@ -170,14 +171,14 @@ def compress_and_store(
 
         zero = plgpu.layout_cast(jnp.zeros((key_groups, MXFP4_GROUP), jnp.float32), by_key.reduce(2))
         for e, key in enumerate(lax.fori_loop(0, groups // _IN_FLIGHT, product, (zero,) * together)):
-            plgpu.store(keys.at[e, :, pl.ds(0, MXFP4_GROUP)], rounded(key, bf16_rounding), optimized=False)
+            store(keys.at[e, :, pl.ds(0, MXFP4_GROUP)], rounded(key, bf16_rounding), optimized=False)
         plgpu.commit_smem()
         key = [column(keys, c, by_key_group) for c in range(MXFP4_GROUP)]
         key = rotated(normed(key, key_norm_ref, by_key_group, index_dim), key_turn, by_key_group)
         codes, scale = encode_mxfp4_columns(key)
         for i, byte in enumerate(codes):
-            plgpu.store(key_record.at[:, :, i], byte, optimized=False)
-        plgpu.store(key_scales, scale, optimized=False)
+            store(key_record.at[:, :, i], byte, optimized=False)
+        store(key_scales, scale, optimized=False)
         plgpu.commit_smem()
 
         def put(e: Array, _: None) -> None:
@@ -211,7 +212,7 @@ def compress_and_store(
             slot = lax.rem(start_ref[b] + row, open_rows)
             for i, ref in enumerate((values_ref, gates_ref)):
                 kept = plgpu.load(ref.at[b, row], layout=pooling, optimized=False)
-                plgpu.store(ring_ref.at[b, slot, i], kept, optimized=False)
+                store(ring_ref.at[b, slot, i], kept, optimized=False)
 
         lax.fori_loop(0, together, put, None)
 
@@ -270,7 +271,7 @@ def _pool(tokens: list[list[Array]]) -> Array:
 
 def _copy(record: Any, where: Any) -> None:
     """A record in SMEM, whatever its shape, to the same bytes of a page."""
-    plgpu.store(where, layouts.load_flat(record, where.shape[-1]), optimized=False)
+    store(where, layouts.load_flat(record, where.shape[-1]), optimized=False)
 
 
 def _check(head: int, index_dim: int, pairs: int, source: SourceLayout) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from widemesh.pallas_kernels.engram_gate.reference import MIN_MATCH
 from widemesh.pallas_kernels.gpu import kernel_options
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.thread_rows import (
     THREADS,
     load_rows,
@@ -55,7 +56,7 @@ def engram_apply(
             new = []
             for j in range(c):
                 stored = load_rows(streams_ref.at[row, j, i], width)
-                plgpu.store(kept.at[j, i], stored, optimized=False)
+                store(kept.at[j, i], stored, optimized=False)
                 h, key = stored.astype(jnp.float32), load_rows_f32(both_ref.at[row, j, i], width)
                 match = h * load_rows(qk_ref.at[j, i], width) * key
                 new += [jnp.sum(match, axis=1), jnp.sum(h * h, axis=1), jnp.sum(key * key, axis=1)]

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 from widemesh.pallas_kernels.engram_gate.rows import row_dim
 from widemesh.pallas_kernels.formats import E4M3, FP8_GROUP, decode_e8m0
 from widemesh.pallas_kernels.gpu import is_interpreted, kernel_options, swap
+from widemesh.pallas_kernels.gpu.store import store
 
 _SPAN = 256  # values that the 128 threads decode at once: 8 groups
 _COLUMNS = 8  # at most, of a block
@@ -61,7 +62,7 @@ def engram_rows(
             values = E4M3.decode(codes)
             scale = plgpu.layout_cast(lax.broadcast_in_dim(decode_e8m0(scales), values.shape, (0,)), layout)
             out = out_ref.at[row, block * per_block + n, i]
-            plgpu.store(out, (values * scale).astype(dtype), optimized=False)
+            store(out, (values * scale).astype(dtype), optimized=False)
 
     kernel = plgpu.kernel(
         engram_gate_rows,

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from widemesh.pallas_kernels.gpu import is_interpreted, swap
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.grouped_moe import dequantise
 from widemesh.pallas_kernels.grouped_moe.expert import ExpertMath
 from widemesh.pallas_kernels.grouped_moe.grouping import Grouping
@@ -133,7 +134,7 @@ def _decode_tile(staging: Staging, i: Array, side: Array, memory: Any) -> None:
 
             pl.when(turn >= cut.decoded)(functools.partial(plgpu.barrier_wait, memory["multiplied"].at[place]))
             target = memory["decoded"].at[place, pl.ds(side * SIDE, SIDE)]
-            plgpu.store(target, values, optimized=False)
+            store(target, values, optimized=False)
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory["ready"].at[place])
 

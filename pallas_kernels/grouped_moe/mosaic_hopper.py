@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from widemesh.pallas_kernels.gpu import is_interpreted, swap
+from widemesh.pallas_kernels.gpu.wgmma import wgmma
 from widemesh.pallas_kernels.grouped_moe import dequantise
 from widemesh.pallas_kernels.grouped_moe.expert import ExpertMath
 from widemesh.pallas_kernels.grouped_moe.grouping import Grouping
@@ -67,6 +68,11 @@ swap(
     kernel=_KERNEL,
     missing="largest magnitude of a warp's rows by shuffles (inline_mgpu)",
     staged="array operations",
+)
+swap(
+    kernel=_KERNEL,
+    missing="largest magnitudes to and from shared memory, a pair a thread (inline_mgpu)",
+    staged="assignment and load of the whole array [4, rows] in the same shared memory, between the same barriers",
 )
 
 
@@ -167,13 +173,13 @@ def _multiply(total: Any, codes: Array, scales: list[Array], rows: Any, side: Ar
     """total += the decoded codes [64, step] times the rows of a stage."""
     if not is_interpreted():
         for parity, values in enumerate(dequantise.decode_registers(codes, scales)):
-            plgpu.wgmma(total, values, rows.at[parity].T)
+            wgmma(total, values, rows.at[parity].T)
         return
     operand = memory["operand"].at[side]
     for parity, values in enumerate(dequantise.decode_arrays(codes, scales)):
         operand[...] = values
         plgpu.commit_smem()
-        plgpu.wgmma(total, operand, rows.at[parity].T)
+        wgmma(total, operand, rows.at[parity].T)
         plgpu.wgmma_wait(0)
 
 

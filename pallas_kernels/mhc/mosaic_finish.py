@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from widemesh.pallas_kernels.gpu import kernel_options
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.mhc.fused import Coefficients
 from widemesh.pallas_kernels.thread_rows import THREADS, load_rows, load_rows_f32, pieces, row_width, store_rows
 
@@ -63,12 +64,12 @@ def finish(
         mix = [found[m] * inverse_rms * scale_ref[min(m // c, 2)] + base_ref[m] for m in range(mixes)]
         at = pl.ds(tile * per_tile, per_tile)
         for k in range(c):
-            plgpu.store(pre.at[at, k], _sigmoid(mix[k]) + hc_eps, optimized=False)
-            plgpu.store(post.at[at, k], 2.0 * _sigmoid(mix[c + k]), optimized=False)
+            store(pre.at[at, k], _sigmoid(mix[k]) + hc_eps, optimized=False)
+            store(post.at[at, k], 2.0 * _sigmoid(mix[c + k]), optimized=False)
         found = sinkhorn([mix[2 * c + c * j : 3 * c + c * j] for j in range(c)], iterations, hc_eps)
         for j in range(c):
             for k in range(c):
-                plgpu.store(comb.at[at, j, k], found[j][k], optimized=False)
+                store(comb.at[at, j, k], found[j][k], optimized=False)
 
     def norm(partial_ref, sum_ref, weight_ref, x_ref):  # type: ignore[no-untyped-def]
         row = lax.axis_index("block") - num_tiles

@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from widemesh.pallas_kernels.gpu import kernel_options
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.mhc.tiles import WARPGROUPS, piece_width
 from widemesh.pallas_kernels.thread_rows import (
     SUM_ROWS,
@@ -79,7 +80,7 @@ def mix(
             else:
                 new, summed = _expanded(streams_ref, out_refs, row, at, width)
                 wide = summed.astype(jnp.float32)
-                plgpu.store(squares.at[rows + place], sum_rows(wide * wide), optimized=False)
+                store(squares.at[rows + place], sum_rows(wide * wide), optimized=False)
 
                 @pl.when(tile * rows + place < t)
                 def _() -> None:
@@ -92,7 +93,7 @@ def mix(
                 store_rows(kept.at[place, k], new[k])
                 wide = new[k].astype(jnp.float32)
                 square += sum_rows(wide * wide)
-            plgpu.store(squares.at[place], square, optimized=False)
+            store(squares.at[place], square, optimized=False)
 
         lax.fori_loop(0, own, expand, None)
         plgpu.barrier_arrive(smem["written"])
@@ -101,7 +102,7 @@ def mix(
         @pl.when(group == 0)
         def _() -> None:
             where = partial_ref.at[at, tile, pl.ds(mixes * rows, 2 * rows)]
-            plgpu.store(where, sum_parts(squares), optimized=False)
+            store(where, sum_parts(squares), optimized=False)
 
         parts = smem["parts"].at[group]
         for begin in range(0, share, together):
@@ -120,7 +121,7 @@ def mix(
             for n in range(0, len(held) * rows, SUM_ROWS):
                 put_parts(sums[n : n + SUM_ROWS], parts)
                 first = (group * share + begin) * rows + n
-                plgpu.store(partial_ref.at[at, tile, pl.ds(first, SUM_ROWS)], sum_parts(parts), optimized=False)
+                store(partial_ref.at[at, tile, pl.ds(first, SUM_ROWS)], sum_parts(parts), optimized=False)
 
     cut = (num_pieces, THREADS, width)
     partial = jax.ShapeDtypeStruct((num_pieces, num_tiles, (mixes + 2) * rows), jnp.float32)

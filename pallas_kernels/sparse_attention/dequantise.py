@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from widemesh.pallas_kernels.formats import E2M1, unpack_nibbles
 from widemesh.pallas_kernels.gpu import is_interpreted, swap
+from widemesh.pallas_kernels.gpu.store import store
 
 swap(
     kernel="sparse_attention.attend_packed",
@@ -56,7 +57,7 @@ def window_scales(packed: Any, seen: jax.Array, scale_rows: Any, *, begin: int) 
 
 def _store_scales(scale: jax.Array, seen: jax.Array, scale_rows: Any) -> None:
     scale = jnp.where(lax.broadcast_in_dim(seen, scale.shape, [0]), scale, jnp.zeros_like(scale))
-    plgpu.store(scale_rows.T, scale, optimized=False)
+    store(scale_rows.T, scale, optimized=False)
 
 
 def entry_values(packed: Any, scale_rows: Any, chunk: jax.Array, *, begin: int) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from widemesh.pallas_kernels.gpu import kernel_options
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.layout import SourceLayout
 from widemesh.pallas_kernels.sparse_attention.dequantise import SCALES
 from widemesh.pallas_kernels.sparse_attention.parts import result_types
@@ -118,16 +119,16 @@ def attend_blackwell(
                     plgpu.wait_load_tmem()
                     if splits == 1:
                         acc = normalise(acc, top, total, sink_hbm.at[own])
-                    plgpu.store(place, acc.astype(outputs[0].dtype), optimized=False)
+                    store(place, acc.astype(outputs[0].dtype), optimized=False)
 
                 @pl.when(end <= begin)
                 def _(place: Any = place) -> None:
                     zeros = jnp.zeros((HEADS, half), outputs[0].dtype)
-                    plgpu.store(place, plgpu.layout_cast(zeros, LAYOUT), optimized=False)
+                    store(place, plgpu.layout_cast(zeros, LAYOUT), optimized=False)
 
             if splits > 1:
                 for output, value in zip(outputs[1:], (top, total), strict=True):
-                    plgpu.store(output.at[split, row, own], value, optimized=False)
+                    store(output.at[split, row, own], value, optimized=False)
 
     def kernel(*refs: Any) -> None:
         body(refs[:6], refs[6 : 6 + len(results)], refs[6 + len(results) :])

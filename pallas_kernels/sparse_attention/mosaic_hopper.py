@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from widemesh.pallas_kernels.gpu import is_interpreted, kernel_options, swap
+from widemesh.pallas_kernels.gpu.store import store
 from widemesh.pallas_kernels.gpu.wgmma import wgmma
 from widemesh.pallas_kernels.layout import SourceLayout
 from widemesh.pallas_kernels.sparse_attention.dequantise import SCALES
@@ -90,7 +91,10 @@ def attend_hopper(
                 plgpu.barrier_wait(full.at[slot])
 
                 def product(ref: Any) -> jax.Array:
-                    for part in range(2):
+                    # Which half comes first changes with the slot, so that the descriptors of q are computed in the
+                    # loop. Those of a fixed order do not depend on it: 32 of them, 64 registers, would be kept across
+                    # it, which spills 228 bytes under jax 0.11.
+                    for part in (slot, 1 - slot):
                         wgmma(ref, q_smem.at[part], keys.at[slot, part].T)
                     return ref[...]
 
@@ -106,13 +110,13 @@ def attend_hopper(
             place = outputs[0].at[split, row, own, pl.ds(group * half, half)]
             if splits == 1:
                 acc = normalise(acc, top, total, sink_hbm.at[own])
-            plgpu.store(place, acc.astype(outputs[0].dtype), optimized=False)
+            store(place, acc.astype(outputs[0].dtype), optimized=False)
             if splits > 1:
 
                 @pl.when(group == 0)
                 def _() -> None:
                     for output, value in zip(outputs[1:], (top, total), strict=True):
-                        plgpu.store(output.at[split, row, own], value, optimized=False)
+                        store(output.at[split, row, own], value, optimized=False)
 
     def kernel(*refs: Any) -> None:
         body(refs[:6], refs[6 : 6 + len(results)], refs[6 + len(results) :])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, Int64
 
 from widemesh.serving.scheduling.config import SchedulerConfig
+from widemesh.serving.scheduling.output_log import OutputLog
 from widemesh.serving.scheduling.page_pool import PagePool
-from widemesh.serving.scheduling.plan import DecodePlan, PageWrites
+from widemesh.serving.scheduling.plan import Accepted, DecodePlan, PageWrites
 from widemesh.serving.scheduling.request import ScheduledRequest
+
+_AHEAD = 4  # a slot that comes within this part of a page of its last page's end may get the next one
+_MANY_PLANS = 1 << 30
 
 
 class DecodeSide[RequestT: ScheduledRequest]:
@@ -30,6 +35,9 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._held = np.zeros(slots, np.int64)  # pages of each slot
         self._most_pages = np.zeros(slots, np.int64)  # that its request can ever need
         self._limit = np.zeros(slots, np.int64)  # tokens that its request will ever have computed
+        self._before_output = np.zeros(slots, np.int64)  # tokens that it has computed before it has any output
+        self._spare_plans = 0  # for which no slot can need a page
+        self._log = OutputLog(slots, config.decode_rows)
         self._computed = np.zeros(slots, np.int64)  # settled
         self._in_flight = np.zeros(slots, np.int64)  # steps
         self._is_running = np.zeros(slots, bool)
@@ -79,18 +87,21 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._held[slot] = len(pages)
         self._most_pages[slot] = self._config.pages_of(request.most_tokens - 2 + self._config.decode_rows)
         self._limit[slot] = request.most_tokens - 1
+        self._before_output[slot] = len(request.prompt) - 1
         self._computed[slot] = request.prefill_tokens
         self._in_flight[slot] = 0
         self._epoch[slot] = request.epoch
         self._load[rank] += 1
         self.num_free_slots -= 1
-        request.decode_slot = slot
+        self._log.skip(slot)
+        request.decode_slot, request.unread = slot, functools.partial(self._log.read, slot)
         return PageWrites.of(slot, 0, pages)
 
     def join(self, request: RequestT) -> None:
         """It decodes from the next plan on."""
         self._is_running[request.decode_slot] = True
         self._running = None
+        self._spare_plans = 0
 
     def pages(self, slot: int, count: int) -> Int32[np.ndarray, "count"]:
         """A copy of a slot's first page ids."""
@@ -99,34 +110,55 @@ class DecodeSide[RequestT: ScheduledRequest]:
     def grow(self, hold: Bool[np.ndarray, "slots"] | None, preempt: Callable[[RequestT], None]) -> list[PageWrites]:
         """Pages for the rows that the next plan runs, the most important request first.
 
-        Where there are none, the rank's least important request is preempted, be it the one that asks.
+        Where there are none, the rank's least important request is preempted, be it the one that asks. While a rank
+        has plenty, whoever will soon be short gets its next page too, so that most plans need not ask.
         """
-        rows = self._config.decode_rows
-        most = np.minimum(self._computed + (self._in_flight + 1) * rows, self._limit + rows - 1)
-        is_short = most > self._held * self._config.page_size
-        if not is_short.any():
+        if self._spare_plans > 0:
+            self._spare_plans -= 1
             return []
-        need = -(-most // self._config.page_size)
-        short = np.flatnonzero(is_short & self._will_run(hold))
+        page_size = self._config.page_size
+        most, soon = self._tokens_after(0), self._tokens_after(page_size // _AHEAD)
+        runs = self._will_run(hold)
+        is_short = (most > self._held * page_size) & runs
+        if not is_short.any():
+            self._spare_plans = self._plans_without_need()
+            return []
+        need, need_soon = -(-most // page_size), -(-soon // page_size)
         writes = []
-        asking = [request for request in (self.slots[slot] for slot in short.tolist()) if request]
-        for request in sorted(asking, key=lambda r: r.importance):
+        asking = [r for r in (self.slots[slot] for slot in np.flatnonzero(need_soon * runs > self._held)) if r]
+        for request in sorted(asking, key=lambda r: (not is_short[r.decode_slot], r.importance)):
             slot = request.decode_slot
             if slot < 0:  # preempted for another
                 continue
             rank = slot // self._per_rank
-            held, count = int(self._held[slot]), int(need[slot] - self._held[slot])
-            while (pages := self.pools[rank].allocate(count)) is None:
+            pool, held = self.pools[rank], int(self._held[slot])
+            count, has_plenty = int(need_soon[slot]) - held, pool.num_available >= 2 * self._per_rank
+            if not has_plenty:
+                count = max(0, int(need[slot]) - held)
+            while (pages := pool.allocate(count)) is None:
                 victim = max((r for r in self.slots[self._on(rank)] if r), key=lambda r: r.importance)
                 preempt(victim)
                 if victim is request:
                     break
-            if pages is None:
+            if pages is None or not count:
                 continue
             self._table[slot, held : held + count] = pages
             self._held[slot] += count
             writes.append(PageWrites.of(slot, held, pages))
+        self._spare_plans = self._plans_without_need()
         return writes
+
+    def _tokens_after(self, ahead: int) -> Int64[np.ndarray, "slots"]:
+        """Tokens that each slot has room for once the next plan has run, and so many more; no more than it can need."""
+        rows = self._config.decode_rows
+        return np.minimum(self._computed + (self._in_flight + 1) * rows + ahead, self._limit + rows - 1)
+
+    def _plans_without_need(self) -> int:
+        """How many plans after the next one no slot can need a page for, unless somebody joins."""
+        rows, room = self._config.decode_rows, self._held * self._config.page_size
+        grows = self._is_running & (room < self._limit + rows - 1)
+        left = (room - self._computed - (self._in_flight + 1) * rows)[grows]
+        return max(0, int(left.min()) // rows) if len(left) else _MANY_PLANS
 
     def plan(self, hold: Bool[np.ndarray, "slots"] | None) -> DecodePlan | None:
         """A step of every running request that is not held back and not certain to be at its limit already."""
@@ -139,25 +171,29 @@ class DecodeSide[RequestT: ScheduledRequest]:
 
     def apply(
         self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
-    ) -> list[tuple[RequestT, list[int]]]:
+    ) -> Accepted:
         """Take in a step's accepted tokens; those of requests that have left their slot since are dropped."""
         is_live = plan.is_active & (self._epoch == plan.epochs)
         self._in_flight -= is_live
         # A request has computed all tokens that it knows but the newest, so what is left of its output is this much.
         taken = np.minimum(counts, self._limit - self._computed) * is_live
         self._computed += taken
-        accepted = []
-        rows = zip(self.slots, is_live.tolist(), taken.tolist(), tokens.tolist(), strict=True)
-        for request, lives, count, ids in rows:
-            if lives and request is not None:
-                new = ids[:count]
-                request.output += new
-                accepted.append((request, new))
-        return accepted
+        if self._log.is_full:
+            for request in self.slots:
+                if request is not None:
+                    _ = request.output
+            self._log.clear()
+        self._log.add(tokens, taken)
+        return Accepted(
+            is_live=is_live, tokens=tokens, counts=taken, outputs=self._computed - self._before_output,
+            is_at_limit=self._computed >= self._limit,
+        )  # fmt: skip
 
     def leave(self, request: RequestT) -> None:
         """Take back slot and pages."""
         slot, rank = request.decode_slot, request.decode_slot // self._per_rank
+        _ = request.output  # read while it is known whose tokens they are
+        request.unread = None
         self.pools[rank].release(self._table[slot, : self._held[slot]].copy())
         self.slots[slot] = None
         self._held[slot] = self._most_pages[slot] = self._in_flight[slot] = self._computed[slot] = self._limit[slot] = 0

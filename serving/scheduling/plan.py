@@ -90,6 +90,17 @@ class DecodePlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """What a decode step has added, by slot. Requests that have left their slot since its plan are not in it."""
+
+    is_live: Bool[np.ndarray, "slots"]  # of the requests that ran and still are where they were
+    tokens: Int32[np.ndarray, "slots rows"]
+    counts: Int64[np.ndarray, "slots"]  # tokens that were accepted, the first of the row; 0 where not live
+    outputs: Int64[np.ndarray, "slots"]  # tokens of output that each live request has now
+    is_at_limit: Bool[np.ndarray, "slots"]  # they are as many as it may have
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan[RequestT: ScheduledRequest]:
     """To be dispatched in this order: loads, prefill (its page writes first), decode (its page writes first).
 

@@ -94,6 +94,8 @@ class PrefillSide[RequestT: ScheduledRequest]:
 
     def plan(self) -> PrefillPlan[RequestT] | None:
         """The next chunk of every request, as far as each rank's rows go, the most important first."""
+        if self.num_free_slots == len(self.slots):
+            return None
         chunks: list[tuple[RequestT, int, int]] = []
         for rank in np.flatnonzero(self._backlog):
             rows = self._config.rows_per_rank

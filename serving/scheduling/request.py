@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int32, UInt8
@@ -39,7 +40,8 @@ class ScheduledRequest:
     reads_cache: bool = True  # False: all rows of the prompt are wanted, so none may come from the prefix cache
     salt: bytes = b""  # of the page hashes
 
-    output: list[int] = dataclasses.field(default_factory=list)  # accepted tokens
+    known_output: list[int] = dataclasses.field(default_factory=list)  # accepted tokens, without the `unread` ones
+    unread: Callable[[], list[int]] | None = None  # while it holds a decode slot: the tokens since the last call
     state: RequestState = RequestState.QUEUED
     finish_reason: FinishReason | None = None
     entered_s: dict[RequestState, float] = dataclasses.field(default_factory=dict)  # last time each state began
@@ -65,6 +67,13 @@ class ScheduledRequest:
     def importance(self) -> tuple[int, int]:
         """Order of preference, the most important first. No two requests are equal."""
         return self.priority, self.arrival
+
+    @property
+    def output(self) -> list[int]:
+        """Accepted tokens."""
+        if self.unread is not None:
+            self.known_output += self.unread()
+        return self.known_output
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from widemesh.model.config import ConfigError
 from widemesh.serving.request import FinishReason, RequestError, Status
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.decode_side import DecodeSide
-from widemesh.serving.scheduling.plan import DecodePlan, KvLoad, PageWrites, PrefillPlan, StepPlan
+from widemesh.serving.scheduling.plan import Accepted, DecodePlan, KvLoad, PageWrites, PrefillPlan, StepPlan
 from widemesh.serving.scheduling.prefill_side import PrefillPlace, PrefillSide
 from widemesh.serving.scheduling.replay import ReplayRule
 from widemesh.serving.scheduling.request import RequestState, ScheduledRequest
@@ -150,11 +150,11 @@ class Scheduler[RequestT: ScheduledRequest]:
 
     def apply_decode(
         self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
-    ) -> list[tuple[RequestT, list[int]]]:
+    ) -> Accepted:
         """Take in what a step accepted: the first `counts[slot]` of `tokens[slot]`, at least one where it was active.
 
-        Returns the requests that still are where they were, with their new tokens, already in `output`. The caller
-        ends those that are to end by `finish`. A count of 0 says that the step failed for a request; finish it too.
+        The caller ends the requests that are to end by `finish`. A count of 0 says that the step failed for a live
+        one; finish it too.
         """
         return self.decode.apply(plan, tokens, counts)
 

@@ -12,8 +12,8 @@ import pytest
 
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import ForwardModel
-from widemesh.model.loading import read_parameters
-from widemesh.model.numerics import NUMERICS
+from widemesh.model.loading import load_parameters
+from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.presets import PRESETS
 from widemesh.model.random_weights import random_tensors
 from widemesh.model.rope import RopeTables
@@ -23,13 +23,14 @@ from widemesh.model.token_map import build_token_map
 
 
 @functools.cache
-def load_preset(name: str, numerics: str = "plain") -> ForwardModel:
+def load_preset(name: str, numerics: str | Numerics = "plain") -> ForwardModel:
     """A preset with random weights, once per process; it keeps its programs."""
     config = PRESETS[name]
     tensors = dict(random_tensors(config, 0))
-    parameters = read_parameters(config, tensors.__getitem__, np.arange(config.n_routed_experts))
+    numerics = NUMERICS[numerics] if isinstance(numerics, str) else numerics
+    parameters = load_parameters(config, numerics, np.arange(config.n_routed_experts), tensors.__getitem__)
     hash_ = EngramHash.build(config, build_token_map(tiny_tokenizer(config)[0]))
-    return ForwardModel(config, parameters, hash_, NUMERICS[numerics])
+    return ForwardModel(config, parameters, hash_, numerics)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 from widemesh.model.cache import init_cache, page_layout
-from widemesh.model.indexer import Shared
-from widemesh.model.numerics import NUMERICS
+from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.rope import RopeTables
+from widemesh.model.shared import Shared
 from widemesh.model.step import Rows, StepContext, StepSettings
 
 ROOM, PAGE = 64, 4  # tokens a table holds, tokens per page
@@ -26,7 +26,8 @@ class Runner:
 
     def __init__(self, model, numerics="plain", selection="mask"):
         self.model, self.config = model, model.config
-        self.settings = StepSettings(numerics=NUMERICS[numerics], selection=selection, start_bound=ROOM)
+        numerics = NUMERICS[numerics] if isinstance(numerics, str) else numerics
+        self.settings = StepSettings(numerics=numerics, selection=selection, start_bound=ROOM)
         self.rope = jax.tree.map(jnp.asarray, RopeTables.build(self.config, ROOM))
         self.engram = model.engram_hash.rows(IDS[None])
 
@@ -137,6 +138,17 @@ def test_tail_is_the_layers_on_the_newest_rows(runner, ends):
     assert distance(found, wanted).max() < 1e-5
     exact, _ = runner.whole(30)
     assert distance(found, exact[-window:]).max() > 1e-4  # it is an approximation
+
+
+def test_packed_halves_hand_on_window_rows_as_bytes(preset):
+    """In f32 arithmetic: exact for a whole prompt, and the same however a longer one was cut."""
+    numerics = Numerics(cache_quant=True, packed_weights=True)
+    runner = Runner(preset("tiny-structure", numerics), numerics, "indices")
+    window = runner.config.sliding_window
+    wanted, _ = runner.whole(window)
+    assert distance(runner.halves([window], window)[0], wanted).max() < 1e-3
+    found, other = (runner.halves(ends, window)[0] for ends in ([30], [7, 30]))
+    assert np.median(distance(found, other)) < 1e-3 and distance(found, runner.whole(30)[0][-window:]).max() > 1e-4
 
 
 def test_encode_stores_what_the_whole_forward_stores(runner):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from widemesh.model.numerics import NUMERICS, numerics_named
+from widemesh.model.numerics import NUMERICS, Numerics, numerics_named
 from widemesh.pallas_kernels.formats import fake_quant_fp8
 from widemesh.pallas_kernels.rounding import maybe_round_bf16, round_bf16
 
@@ -49,6 +49,22 @@ def test_rounding_agrees_with_a_cast_everywhere():
 
 
 def test_unknown_name_lists_the_names():
-    with pytest.raises(ValueError, match="numerics='fp16' is unknown; use one of plain, kvq, w8a8, reference"):
+    with pytest.raises(ValueError, match="numerics='fp16' is unknown; use one of plain, kvq, w8a8, reference, serving"):
         numerics_named("fp16")
-    assert list(NUMERICS) == ["plain", "kvq", "w8a8", "reference"]
+    assert list(NUMERICS) == ["plain", "kvq", "w8a8", "reference", "serving"]
+
+
+def test_serving_is_packed_on_a_gpu_and_kvq_on_a_cpu():
+    """Without a platform it is the one that runs, here a CPU; every other name means the same everywhere."""
+    on_gpu = numerics_named("serving", "gpu")
+    assert on_gpu == NUMERICS["serving"]
+    assert on_gpu.packed_weights and on_gpu.act_quant and on_gpu.cache_quant and not on_gpu.bf16_rounding
+    assert on_gpu.round(X).dtype == on_gpu.store(X).dtype == jnp.bfloat16
+    assert np.array_equal(on_gpu.round(X).astype(np.float32), np.asarray(round_bf16(X)))
+    assert numerics_named("serving") == numerics_named("serving", "cpu") == NUMERICS["kvq"]
+    assert all(numerics_named(name, "gpu") is NUMERICS[name] for name in NUMERICS)
+
+
+def test_packed_weights_need_packed_caches():
+    with pytest.raises(ValueError, match="packed_weights=True needs cache_quant=True"):
+        Numerics(packed_weights=True)

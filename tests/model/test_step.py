@@ -35,10 +35,15 @@ def test_rounding_needs_indices():
         StepSettings(numerics=NUMERICS["reference"], selection="mask", start_bound=0)
 
 
+def test_packed_ops_need_indices():
+    with pytest.raises(ValueError, match="selection='mask' cannot be used with packed_weights=True"):
+        StepSettings(numerics=NUMERICS["serving"], selection="mask", start_bound=0)
+
+
 @pytest.mark.parametrize(
     ("rows", "numerics", "form"),
     [(1, "plain", "indices"), (15, "kvq", "indices"), (16, "kvq", "mask"), (512, "plain", "mask"),
-     (512, "reference", "indices")],
+     (512, "reference", "indices"), (512, "serving", "indices")],
 )  # fmt: skip
 def test_form_by_number_of_rows(rows, numerics, form):
     assert selection_form(rows, NUMERICS[numerics]) == form

@@ -30,6 +30,7 @@ from widemesh.serving import (
     Status,
 )
 from widemesh.serving.device import DecodeStep, DeviceEngine
+from widemesh.serving.programs import NOT_FINITE
 
 # Around a chunk (8 rows), a group (2 tokens), the window (16) and its ring (32), and one token.
 LENGTHS = (1, 2, 3, 8, 9, 10, 17, 34, 41)
@@ -367,7 +368,7 @@ def test_a_request_with_nan_logits_fails_alone(
 
     def spoil(step):
         result = wait(step)
-        return dataclasses.replace(result, is_finite=result.is_finite & ~np.isin(np.arange(4), slots))
+        return dataclasses.replace(result, end=result.end | NOT_FINITE * np.isin(np.arange(4), slots))
 
     monkeypatch.setattr(engine.device, "join", see_join)
     monkeypatch.setattr(DecodeStep, "wait", spoil)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from widemesh.serving.mailbox import Letter, Mailbox, on_the_spot
+from widemesh.serving.mailbox import Letter, Mailbox, StepLetter, on_the_spot
 from widemesh.serving.request import Delta, FinishReason
+from widemesh.serving.scheduling import Accepted
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def got() -> list[Delta]:
 def letter(got: list[Delta], name: str, new: list[int], reason: FinishReason | None = None) -> Letter:
     request = SimpleNamespace(request_id=name, prompt=range(7), stop_token_ids=frozenset({9}), deliver=got.append,
                               prompt_scores=None)  # fmt: skip
-    return request, new, 10 + len(new), 4, 2, reason, None  # type: ignore[return-value]
+    return Letter(request, new, 10 + len(new), 4, 2, reason, None)  # type: ignore[arg-type]
 
 
 def test_a_letter_becomes_a_delta(got):
@@ -57,11 +59,30 @@ def test_one_call_carries_all_letters_in_order(got):
     assert mailbox.letters == []
 
 
+def test_a_step_is_one_letter_for_many_requests(got):
+    requests = tuple(letter(got, name, []).request for name in "ab")
+    accepted = Accepted(
+        is_live=np.ones(4, bool), tokens=np.arange(8, dtype=np.int32).reshape(4, 2), counts=np.array([1, 2, 2, 1]),
+        outputs=np.array([11, 12, 13, 14]), is_at_limit=np.zeros(4, bool),
+    )  # fmt: skip
+    step = StepLetter(requests, np.array([3, 1]), (4, 0), accepted, 2)
+    mailbox = on_the_spot()
+    mailbox.letters += [step, letter(got, "b", [9], FinishReason.STOP)]
+    mailbox.send()
+    assert [(d.request_id, d.token_ids.tolist(), d.completion_tokens, d.cached_tokens) for d in got] == [
+        ("a", [6], 14, 4), ("b", [2, 3], 12, 0), ("b", [9], 11, 4)
+    ]  # fmt: skip
+    assert [(d.finish_reason, d.weights_version) for d in got] == [(None, 2), (None, 2), (FinishReason.STOP, 2)]
+    unread = Mailbox(lambda read: False)
+    unread.letters.append(step)
+    assert unread.send() == list(requests)
+
+
 def test_requests_that_nobody_reads_come_back(got):
     mailbox = Mailbox(lambda read: False)
     letters = [letter(got, name, [1]) for name in "ab"]
     mailbox.letters.extend(letters)
-    assert mailbox.send() == [letters[0][0], letters[1][0]] and got == []
+    assert mailbox.send() == [letters[0].request, letters[1].request] and got == []
     assert mailbox.send() == []
 
 

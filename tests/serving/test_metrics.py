@@ -93,9 +93,12 @@ def test_the_life_of_a_request(metrics: EngineMetrics) -> None:
     trace = RequestTrace(prompt_tokens=30, arrived_s=100.0)
     trace.started_s = 100.4
     metrics.step(running=1, waiting=2, prompt_rows=29, step_s=0.3)
-    metrics.generated([trace], 1, 102.0)
+    metrics.first_token(trace, 102.0)
+    metrics.generated(1)
     metrics.step(running=1, waiting=2, prompt_rows=0, step_s=0.004)
-    metrics.generated([trace], 3, 102.06)
+    metrics.later_tokens(0.06, 1)
+    trace.last_token_s = 102.06
+    metrics.generated(3)
     metrics.finished(trace, 4, FinishReason.LENGTH, 102.5)
     metrics.step(running=0, waiting=2, prompt_rows=16, step_s=0.02)
     page = Page(metrics)

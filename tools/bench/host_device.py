@@ -101,8 +101,7 @@ class _IdlePrograms:
 
     def __init__(self, clock: StepClock, slots: int):
         self._clock = clock
-        self._tokens, self._count = np.full((slots, 1), TOKEN, np.int32), np.ones(slots, np.int32)
-        self._is_finite = np.ones(slots, bool)
+        self._packed = np.tile(np.array([TOKEN, 1, 0], np.int32), (slots, 1))  # one token of each, all go on
         self._done = _Late(clock, 0.0, np.zeros(1, np.int32))
 
     def encode(self, rows: int) -> Callable[..., Any]:
@@ -121,10 +120,7 @@ class _IdlePrograms:
     def decode(self, steps: int) -> Callable[..., Any]:
         def run(parameters: Any, cache: Any, state: Any, tally: Any, *rest: Any) -> tuple[Any, Any, Any, Sampled]:
             ready_s = self._clock.start_step()
-            tokens, count, is_finite = (
-                _Late(self._clock, ready_s, value) for value in (self._tokens, self._count, self._is_finite)
-            )
-            return cache, state, tally, Sampled(tokens, count, is_finite, None)  # type: ignore[arg-type]
+            return cache, state, tally, Sampled(_Late(self._clock, ready_s, self._packed), None)  # type: ignore[arg-type]
 
         return run
 

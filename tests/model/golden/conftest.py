@@ -27,10 +27,10 @@ from widemesh.model.checkpoint.tensor_file import TensorFile
 from widemesh.model.config import LayerRole, ModelConfig
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import load_engram_hash
-from widemesh.model.indexer import Shared
 from widemesh.model.loading import read_parameters, split_model
 from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.rope import RopeTables
+from widemesh.model.shared import Shared
 from widemesh.model.step import DictRecorder, Rows, StepContext, StepSettings
 from widemesh.pallas_kernels.paged_cache import write_source
 from widemesh.pallas_kernels.sparse_attention import SelectedIndices, SelectedMask, Selection

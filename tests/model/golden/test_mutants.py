@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from widemesh.model import attention, compressor, indexer
+from widemesh.model import attention, compressor, decoded_keys, indexer
 from widemesh.model.block import Block
 from widemesh.model.config import ModelConfig
 from widemesh.model.engram import Engram
@@ -191,16 +191,17 @@ def entry_position(change: Callable[[Any, int], Any]) -> Patch:
     """Entries and index keys at a position other than that of their group's first token."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        extend, rotate = attention.Attention.extend_source, attention.rotate
+        rotate = decoded_keys.rotate
 
-        def extend_elsewhere(self, x, ring, shared, step):
+        def extend_elsewhere(original, layer, *args):
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(
-                    attention, "rotate", lambda v, position, rope: rotate(v, change(position, self.role.ratio), rope)
-                )
-                return extend(self, x, ring, shared, step)
+                    decoded_keys, "rotate",
+                    lambda v, position, rope: rotate(v, change(position, layer.role.ratio), rope),
+                )  # fmt: skip
+                return original(layer, *args)
 
-        monkeypatch.setattr(attention.Attention, "extend_source", extend_elsewhere)
+        setting(decoded_keys, "extend_source", extend_elsewhere)(monkeypatch)
 
     return patch
 
@@ -225,7 +226,7 @@ def sink(change: Callable[[Any], Any]) -> Patch:
     def wrong(original, q, near, start, first, entries, selection, sink, **kwargs):
         return original(q, near, start, first, entries, selection, change(sink), **kwargs)
 
-    return setting(attention, "sparse_attention", wrong)
+    return setting(decoded_keys, "sparse_attention", wrong)
 
 
 def missing_reads_entry_0(original, self, x, q_latent, shared, step):
@@ -248,7 +249,7 @@ def sees(count: Callable[[Any, int], Any]) -> Patch:
         position = start[:, None] + jnp.arange(rows)
         return jnp.arange(entries) < count(position, ratio)[..., None]
 
-    return setting(indexer, "visible_entries", wrong)
+    return setting(decoded_keys, "visible_entries", wrong)
 
 
 ATTENTION = [
@@ -278,7 +279,7 @@ def scores(formula: Callable[..., Any]) -> Patch:
     def wrong(original, queries, weights, keys, **kwargs):
         return formula(jnp.einsum("bsij,blj->bsil", queries, keys), weights[..., None]).sum(axis=2)
 
-    return setting(indexer, "indexer_scores", wrong)
+    return setting(decoded_keys, "indexer_scores", wrong)
 
 
 COMPRESSED = [
@@ -296,7 +297,7 @@ COMPRESSED = [
     Mutant(name="candidates restrict their own source", layer=SOURCE_RATIO_1, role={"reads_candidates": True}),
     Mutant(name="candidates not read", layer=REINDEX, role={"reads_candidates": False}),
     Mutant(name="newest block not kept", layer=SOURCE_RATIO_1, patch=setting(
-        indexer, "candidate_mask", lambda original, scores, count, **kwargs: original(
+        decoded_keys, "candidate_mask", lambda original, scores, count, **kwargs: original(
             scores, count * 0 + 10**6, **kwargs))),
     Mutant(name="one entry too few", layer=SOURCE_RATIO_1, config={"index_topk": 7}),
     Mutant(name="one entry too many", layer=SOURCE_RATIO_1, config={"index_topk": 9}),
@@ -379,12 +380,12 @@ def entries_as(code: str) -> Patch:
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = {"fp8": fake_quant_fp8, "mxfp4": fake_quant_mxfp4}[code]
-        seen, store = attention.fake_quant, attention.write_source
+        seen, store = decoded_keys.fake_quant, decoded_keys.write_source
         monkeypatch.setattr(
-            attention, "fake_quant", lambda x, layout: wrong(x) if layout.code == "nvfp4" else seen(x, layout)
+            decoded_keys, "fake_quant", lambda x, layout: wrong(x) if layout.code == "nvfp4" else seen(x, layout)
         )
         monkeypatch.setattr(
-            attention, "write_source", lambda pages, table, index, valid, rows, *rest: store(
+            decoded_keys, "write_source", lambda pages, table, index, valid, rows, *rest: store(
                 pages, table, index, valid, wrong(rows), *rest)
         )  # fmt: skip
 

@@ -202,9 +202,16 @@ class Run:
         if plan.prefill:
             self.scheduler.prefill_done(plan.prefill)
         if plan.decode:
-            for request, fresh in self.scheduler.apply_decode(plan.decode, *result):
-                assert request.output[len(request.output) - len(fresh) :] == fresh
-                if request.is_at_limit:
+            accepted = self.scheduler.apply_decode(plan.decode, *result)
+            for slot in np.flatnonzero(accepted.is_live).tolist():
+                request, count = self.scheduler.decode.slots[slot], accepted.counts[slot]
+                assert request is not None
+                if self.rng.random() < 0.5:  # reading now or later makes no difference
+                    fresh = accepted.tokens[slot, :count].tolist()
+                    assert request.output[len(request.output) - len(fresh) :] == fresh
+                    assert accepted.outputs[slot] == len(request.output)
+                    assert accepted.is_at_limit[slot] == request.is_at_limit
+                if accepted.is_at_limit[slot]:
                     assert self.scheduler.finish(request, FinishReason.LENGTH)
 
     def drain(self, most_steps: int = 5000) -> None:

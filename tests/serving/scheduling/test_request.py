@@ -11,7 +11,7 @@ from widemesh.serving.scheduling import ScheduledRequest, hash_pages
 def request(prompt: list[int], output: list[int]) -> ScheduledRequest:
     ids = np.array(prompt, np.int32)
     return ScheduledRequest(request_id="r", prompt=ids, page_hashes=hash_pages(ids, 2, salt=b"s"), max_tokens=9,
-                            output=output, salt=b"s")  # fmt: skip
+                            known_output=output, salt=b"s")  # fmt: skip
 
 
 @pytest.mark.parametrize(("position", "ids"), [(0, [-1, -1, -1]), (1, [-1, -1, 10]), (3, [10, 11, 12]),

@@ -529,3 +529,17 @@ def test_a_very_long_prompt_holds_up_nobody() -> None:
             assert plan.decode is not None and len(plan.prefill_pages) == 0 and len(plan.decode_pages) <= 1
     assert num_chunks == 105
     scheduler.check()
+
+
+def test_most_plans_do_not_ask_for_pages(start, prompt) -> None:
+    """A rank with plenty gives pages a quarter of a page ahead, to all that will need one, and then not for a while."""
+    run = start(page_size=16, max_model_len=512, decode_pages=129, prefill_pages=129, reserve_output_tokens=1,
+                max_num_batched_tokens=64, depth=2)  # fmt: skip
+    requests = [run.submit(prompt(length), max_tokens=200) for length in (17, 20, 26, 31)]
+    while len(run.scheduler.decode.running()) < 4:
+        run.step()
+    grown = [len(run.step().decode_pages) for _ in range(96)]
+    assert sum(grown) == 4 * 96 // 16
+    assert sum(count > 0 for count in grown) <= 96 // 4
+    run.drain()
+    assert all(len(request.output) == 200 for request in requests)

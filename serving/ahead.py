@@ -1,0 +1,210 @@
+"""Compiling the engine's step programs for GPUs that need not be there: do they compile, and do they fit?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+
+from widemesh.model.config import ConfigError, ModelConfig
+from widemesh.model.loading import split_model
+from widemesh.model.numerics import numerics_named
+from widemesh.pallas_kernels.gpu.aot import compile_ahead
+from widemesh.pallas_kernels.gpu.facts import Calls, Collective, Compiled
+from widemesh.pallas_kernels.gpu.targets import TARGETS, GpuTarget
+from widemesh.pallas_kernels.gpu.topology import topology
+from widemesh.serving.abstract import AbstractArguments
+from widemesh.serving.config import EngineConfig
+from widemesh.serving.programs import Programs
+from widemesh.sharding import make_mesh
+
+Role = Literal["prefill", "decode"]
+
+# Kernels whose names begin with one of these must be in the program of a role; every other op is no part of it.
+OPS: dict[Role, tuple[str, ...]] = {
+    "decode": ("sparse_attention", "select_entries", "grouped_moe", "compress", "mhc", "engram_gate"),
+    "prefill": ("sparse_attention", "select_entries", "grouped_moe", "compress", "mhc", "engram_gate"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCheck:
+    """What became of one role's programs, which run one after the other on the same devices."""
+
+    role: Role
+    target: GpuTarget
+    devices: int
+    programs: dict[str, Compiled]
+    errors: dict[str, str]  # of the programs that did not compile, in one sentence
+    seconds: float
+
+    @property
+    def compiled(self) -> bool:
+        """Whether all programs compiled, with a kernel for every op."""
+        return not self.errors and not self.missing
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Ops without a kernel in any program."""
+        return tuple(op for op, count in self.kernels.items() if not count)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Custom calls of each op's kernels, over the programs."""
+        found = dict.fromkeys(OPS[self.role], 0)
+        for calls in self.calls():
+            for op in found:
+                found[op] += calls.count * calls.name.startswith(op)
+        return found
+
+    @property
+    def argument_bytes(self) -> int:
+        """Of the program that is handed most, per device."""
+        return max((one.memory.argument_bytes for one in self.programs.values()), default=0)
+
+    @property
+    def temp_bytes(self) -> int:
+        """What a program takes on top of its arguments at the most: temporaries, and results that are not donated."""
+        return max((one.memory.total_bytes - one.memory.argument_bytes for one in self.programs.values()), default=0)
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory at the most."""
+        return max((one.memory.total_bytes for one in self.programs.values()), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the programs read, per device."""
+        return max((one.memory.host_argument_bytes for one in self.programs.values()), default=0)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Of all kernels."""
+        return sum(one.spill_bytes for one in self.programs.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every program that compiled fits into a device's memory."""
+        return bool(self.programs) and self.total_bytes <= self.target.hbm_bytes
+
+    def calls(self) -> Iterator[Calls]:
+        """Of the kernels, program by program."""
+        for one in self.programs.values():
+            yield from one.calls
+
+    def collectives(self) -> Iterator[tuple[str, Collective]]:
+        """Program and collectives of one kind."""
+        for name, one in self.programs.items():
+            for collective in one.collectives:
+                yield name, collective
+
+    def reasons(self) -> list[str]:
+        """Why the check fails, in sentences; nothing if it does not."""
+        found = [f"{name} does not compile: {error}" for name, error in self.errors.items()]
+        if self.programs and not self.errors:
+            found += [f"no kernel of {op} is in the program; its reference would run" for op in self.missing]
+        if self.programs and not self.fits:
+            found.append(
+                f"{self.total_bytes} bytes are needed of the {self.target.hbm_bytes} of a {self.target.name}; use fewer "
+                "slots, a shorter max_model_len, fewer pages or more devices"
+            )
+        if self.spill_bytes:
+            found.append(f"kernels spill {self.spill_bytes} bytes of registers")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. Bytes are per device; collectives are summed over the programs."""
+        collectives: dict[str, dict[str, int]] = {}
+        for _, one in self.collectives():
+            total = collectives.setdefault(one.kind, {"count": 0, "bytes": 0})
+            total["count"] += one.runs
+            total["bytes"] += one.num_bytes
+        return {
+            "target": self.target.name,
+            "devices": self.devices,
+            "role": self.role,
+            "fits": self.fits,
+            "compiled": self.compiled,
+            "kernels": self.kernels,
+            "argument_bytes": self.argument_bytes,
+            "temp_bytes": self.temp_bytes,
+            "host_bytes": self.host_bytes,
+            "hbm_bytes": self.target.hbm_bytes,
+            "spill_bytes": self.spill_bytes,
+            "collectives": collectives,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def check_step(
+    model: ModelConfig, config: EngineConfig, *, target: str, role: Role, report: Callable[[str], None] = lambda _: None
+) -> StepCheck:
+    """Compile what an engine of these settings dispatches in `role`, for as many GPUs as the role has devices.
+
+    `report` is told what is being compiled. Raises ConfigError for settings that the model cannot be served with or
+    a number of devices that no whole hosts have; ToolchainError without a compiler.
+    """
+    config.check_model(model)
+    sizes = config.scheduler
+    ranks = sizes.decode_ranks if role == "decode" else sizes.prefill_ranks
+    try:
+        mesh = make_mesh(topology(target, ranks))
+    except ValueError as err:
+        raise ConfigError(str(err)) from err
+    numerics = numerics_named("serving", "gpu")
+    graph, _ = split_model(model, numerics)
+    programs = Programs(
+        config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=sizes.pages_per_slot * config.page_size,
+        kernels="mosaic",
+    )  # fmt: skip
+    begin = time.perf_counter()
+    compiled: dict[str, Compiled] = {}
+    errors: dict[str, str] = {}
+    with _no_stored_programs():
+        for name, function, arguments in _programs(programs, config, role):
+            report(name)
+            try:
+                compiled[name] = compile_ahead(function, arguments(), target)
+            except Exception as err:  # whatever tracing, lowering or the compiler raises is the answer to the question
+                errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
+    return StepCheck(
+        role=role, target=TARGETS[target], devices=ranks, programs=compiled, errors=errors,
+        seconds=time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_stored_programs() -> Iterator[None]:
+    """The compiler reports on kernels that it compiles, not on those of a stored program."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+def _programs(
+    programs: Programs, config: EngineConfig, role: Role
+) -> Iterator[tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
+    """Name, function and arguments of what the engine dispatches step after step."""
+    sizes = config.scheduler
+    if role == "decode":
+        abstract = AbstractArguments(
+            programs=programs, slots=sizes.slots_per_rank, pages=sizes.decode_pages, page_size=config.page_size
+        )
+        steps = config.decode_steps
+        yield f"decode of {steps} rows", programs.decode(steps), lambda: abstract.decode(steps)
+        return
+    abstract = AbstractArguments(programs=programs, slots=1, pages=sizes.prefill_pages, page_size=config.page_size)
+    rows = config.chunk_rows
+    if config.replay_tail == "full":
+        yield f"prefill of {rows} rows", programs.prefill(rows), lambda: abstract.prefill(rows)
+        return
+    count = min(rows, programs.config.sliding_window)
+    yield f"encode of {rows} rows", programs.encode(rows), lambda: abstract.prefill(rows)
+    yield f"tail of {count} rows", programs.tail(count), lambda: abstract.tail(rows)

@@ -1,0 +1,24 @@
+"""The cases of every op. An op's module is imported by the process that runs it, so that one cannot break another."""
+
+from __future__ import annotations
+
+import importlib
+
+from widemesh.tools.gpu_check.case import Case
+
+MODULES = {
+    "engram_gate": "engram",
+    "mhc": "streams",
+    "compress": "compression",
+    "sparse_attention": "attention",
+    "select_entries": "selection",
+    "grouped_moe": "experts",
+}
+"""By op, in the order in which they run."""
+
+
+def load(op: str) -> tuple[Case, ...]:
+    """The cases of one op, tiny ones first. Raises ValueError for an op that has none."""
+    if op not in MODULES:
+        raise ValueError(f"op={op!r} must be one of {', '.join(MODULES)}")
+    return importlib.import_module(f"{__name__}.{MODULES[op]}").CASES
