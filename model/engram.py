@@ -5,6 +5,8 @@ Formula: docs/model.md, "Engram". The rows are hashed from token ids outside (`e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
@@ -49,8 +51,7 @@ class Engram(nnx.Module):
         self, streams: Float[Array, "B S C D"], rows: Int32[Array, "B S columns"], step: StepContext
     ) -> Float[Array, "B S C D"]:
         b, s, c, d = streams.shape
-        looked_up = value(self.embed.weight)[rows].reshape(b, s, -1)
-        both = self.wkv(looked_up, step.numerics)
+        both = self.wkv(self._look_up(rows, step, lambda table, ids: table[ids]), step.numerics)
         key, val = both[..., : c * d].reshape(b, s, c, d), both[..., c * d :]
         qk = value(self.q_weight) * value(self.k_weight)
         gate = engram_gate(streams, key, qk, eps=self.config.rms_norm_eps)
@@ -64,11 +65,25 @@ class Engram(nnx.Module):
         """The lookup reads bytes; gate and update are one pass over the streams."""
         num, kernels = step.numerics, step.settings.kernels
         flat = streams.reshape(-1, *streams.shape[2:])
-        looked_up = packed_ops.engram_rows(
-            value(self.embed.weight), rows.reshape(-1, rows.shape[-1]), dtype=num.compute_dtype, implementation=kernels
-        )
+
+        def read(table: Array, ids: Int32[Array, "M columns"]) -> Float[Array, "M columns H"]:
+            found = packed_ops.engram_rows(table, ids, dtype=num.compute_dtype, implementation=kernels)
+            return found.reshape(*ids.shape, -1)
+
+        key_value = self.wkv(self._look_up(rows, step, read), num)
         out = packed_ops.engram_apply(
-            flat, self.wkv(looked_up, num), value(self.q_weight), value(self.k_weight), eps=self.config.rms_norm_eps,
-            implementation=kernels,
+            flat, key_value.reshape(flat.shape[0], -1), value(self.q_weight), value(self.k_weight),
+            eps=self.config.rms_norm_eps, implementation=kernels,
         )  # fmt: skip
         return out.reshape(streams.shape)
+
+    def _look_up(
+        self, rows: Int32[Array, "B S columns"], step: StepContext,
+        read: Callable[[Array, Int32[Array, "M columns"]], Float[Array, "M columns H"]],
+    ) -> Float[Array, "B S KH"]:  # fmt: skip
+        """Rows of a table that lies in parts over the ranks, those of a token side by side."""
+        table, (b, s, columns) = value(self.embed.weight), rows.shape
+        found = step.settings.exchange.look_up(
+            rows.reshape(-1, columns), table.shape[0], lambda ids: read(table, ids)
+        )
+        return found.reshape(b, s, -1)

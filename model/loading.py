@@ -18,7 +18,7 @@ from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.params import BlockScaled, Stored, packed
 from widemesh.model.transformer import Transformer
 from widemesh.pallas_kernels.grouped_moe import PackedMatrix
-from widemesh.sharding import named_sharding
+from widemesh.sharding import named_sharding, whole_parts
 
 _EXPERT_MATRICES = ("w1", "w3", "w2")
 
@@ -110,12 +110,31 @@ def quantising(config: ModelConfig, read: Callable[[str], np.ndarray]) -> Callab
 
 
 def place_parameters(state: nnx.State[Any, Any], mesh: Mesh) -> nnx.State[Any, Any]:
-    """The same state as device arrays on a mesh, each laid out by its logical axes."""
-    placed = [
-        (path, variable.replace(jax.device_put(variable.get_value(), named_sharding(mesh, variable.axes))))
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.from_flat_state(placed)
+    """The same state as device arrays on a mesh, each laid out by its logical axes.
+
+    What does not divide into parts for all ranks is filled up with zeros.
+    """
+
+    def place(variable: nnx.Variable[Any]) -> Any:
+        sharding = named_sharding(mesh, variable.axes)
+
+        def one(host: np.ndarray) -> jax.Array:
+            shape = whole_parts(host.shape, variable.axes, mesh.devices.shape[0])
+            if shape == host.shape:
+                return jax.device_put(host, sharding)
+            # Part by part: only the last one is copied, of a table that may be half of the host's memory.
+            return jax.make_array_from_callback(shape, sharding, lambda index: _filled_up(host, index or (), shape))
+
+        return variable.replace(jax.tree.map(one, variable.get_value()))
+
+    return nnx.from_flat_state([(path, place(variable)) for path, variable in nnx.to_flat_state(state)])
+
+
+def _filled_up(host: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """The part at `index` of `host` filled up with zeros to `shape`."""
+    part = host[index]
+    wanted = [len(range(*i.indices(size))) for i, size in zip(index, shape, strict=True)]
+    return np.pad(part, [(0, more - had) for more, had in zip(wanted, part.shape, strict=True)])
 
 
 def _packed_value(form: Stored, weight: np.ndarray, scales: np.ndarray | None) -> Any:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from widemesh.eplb import initial_slot_owner
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
 from widemesh.model.engram_device_hash import EngramDeviceHash
@@ -26,7 +25,7 @@ from widemesh.model.step import Rows
 from widemesh.serving.decode_state import DecodeState
 from widemesh.serving.programs import Programs
 from widemesh.serving.sampling import SamplingRows, init_tally, mask_words
-from widemesh.sharding import named_sharding
+from widemesh.sharding import named_sharding, whole_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +111,15 @@ class AbstractArguments:
 
 
 def abstract_parameters(config: ModelConfig, numerics: Numerics, ranks: int) -> nnx.State[Any, Any]:
-    """Shapes and dtypes of the parameters of a mesh of `ranks`: experts have as many slots as the ranks hold."""
+    """Shapes and dtypes of the parameters of a mesh of `ranks`: what lies in parts over the ranks has whole parts."""
     _, state = split_model(config, numerics)
-    slots = len(initial_slot_owner(config.n_routed_experts, ranks))
 
     def physical(variable: nnx.Variable[Any]) -> Any:
-        if "expert" not in variable.axes:
-            return variable
         return variable.replace(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), variable.get_value())
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(whole_parts(x.shape, variable.axes, ranks), x.dtype),
+                variable.get_value(),
+            )
         )
 
     return nnx.from_flat_state([(path, physical(variable)) for path, variable in nnx.to_flat_state(state)])

@@ -109,8 +109,8 @@ class StepCheck:
             found += [f"no kernel of {op} is in the program; its reference would run" for op in self.missing]
         if self.programs and not self.fits:
             found.append(
-                f"{self.total_bytes} bytes are needed of the {self.target.hbm_bytes} of a {self.target.name}; use fewer "
-                "slots, a shorter max_model_len, fewer pages or more devices"
+                f"{self.total_bytes} bytes are needed of the {self.target.hbm_bytes} of a {self.target.name}; use "
+                "fewer slots, a shorter max_model_len, fewer pages or more devices"
             )
         if self.spill_bytes:
             found.append(f"kernels spill {self.spill_bytes} bytes of registers")
@@ -165,10 +165,12 @@ def check_step(
     compiled: dict[str, Compiled] = {}
     errors: dict[str, str] = {}
     with _no_stored_programs():
-        for name, function, arguments in _programs(programs, config, role):
+        for name, function, arguments in step_programs(programs, config, role):
             report(name)
             try:
-                compiled[name] = compile_ahead(function, arguments(), target)
+                with jax.default_device(topology(target)[0]):  # to know its arguments, the tail traces the encode
+                    placed = arguments()
+                compiled[name] = compile_ahead(function, placed, target)
             except Exception as err:  # whatever tracing, lowering or the compiler raises is the answer to the question
                 errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
     return StepCheck(
@@ -188,23 +190,23 @@ def _no_stored_programs() -> Iterator[None]:
         jax.config.update("jax_enable_compilation_cache", before)
 
 
-def _programs(
+def step_programs(
     programs: Programs, config: EngineConfig, role: Role
 ) -> Iterator[tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
-    """Name, function and arguments of what the engine dispatches step after step."""
+    """Name, function and abstract arguments of what an engine with these programs dispatches step after step."""
     sizes = config.scheduler
     if role == "decode":
         abstract = AbstractArguments(
             programs=programs, slots=sizes.slots_per_rank, pages=sizes.decode_pages, page_size=config.page_size
         )
         steps = config.decode_steps
-        yield f"decode of {steps} rows", programs.decode(steps), lambda: abstract.decode(steps)
+        yield "decode", programs.decode(steps), lambda: abstract.decode(steps)
         return
     abstract = AbstractArguments(programs=programs, slots=1, pages=sizes.prefill_pages, page_size=config.page_size)
     rows = config.chunk_rows
     if config.replay_tail == "full":
-        yield f"prefill of {rows} rows", programs.prefill(rows), lambda: abstract.prefill(rows)
+        yield "prefill", programs.prefill(rows), lambda: abstract.prefill(rows)
         return
     count = min(rows, programs.config.sliding_window)
-    yield f"encode of {rows} rows", programs.encode(rows), lambda: abstract.prefill(rows)
-    yield f"tail of {count} rows", programs.tail(count), lambda: abstract.tail(rows)
+    yield "encode", programs.encode(rows), lambda: abstract.prefill(rows)
+    yield "tail", programs.tail(count), lambda: abstract.tail(rows)

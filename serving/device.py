@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int32, UInt32
+from jaxtyping import Int32, UInt32
 
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.engram_device_hash import EngramDeviceHash
@@ -164,7 +164,7 @@ class DeviceEngine:
         if any(row and row.is_last for row in work):
             ends = [len(row.token_ids) if row and row.is_last else 0 for row in work]
             self.num_dispatches += 1
-            batch = dataclasses.replace(batch, length=np.array(ends, np.int32))
+            batch = dataclasses.replace(batch, length=np.array(ends, np.int32))  # type: ignore[arg-type]
             done, state.cache = self._tail[rows](state.parameters, state.cache, boundary, batch, state.rope)
             return done
         return boundary.pre

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int32
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import ForwardModel, load_engram_hash
-from widemesh.model.loading import read_parameters
+from widemesh.model.loading import load_parameters
 from widemesh.model.numerics import numerics_named
 from widemesh.serving.compile_cache import enable_compile_cache
 from widemesh.serving.compile_counter import CompileCounter
@@ -224,8 +224,8 @@ class Engine:
         with self._update_lock:
             if self._whole is None or self._whole[0] is not self._weights:
                 owner = np.arange(self.model_config.n_routed_experts)
-                parameters = read_parameters(self.model_config, self._weights.read, owner)
                 numerics = numerics_named(self.config.numerics)
+                parameters = load_parameters(self.model_config, numerics, owner, self._weights.read)
                 model = ForwardModel(self.model_config, parameters, self._engram_hash, numerics, self.config.page_size)
                 self._whole = self._weights, model
             return self._whole[1]

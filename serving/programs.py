@@ -7,8 +7,9 @@ rank, S rows, R ranks, P pages of a table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,20 @@ class HandOver:
     layers: tuple[LayerCache, ...]  # [1, ...] each
 
 
+def _once[**P, R](make: Callable[Concatenate[Programs, P], R]) -> Callable[Concatenate[Programs, P], R]:
+    """A method that answers the same arguments with the same object, so that what is compiled elsewhere is it."""
+
+    @functools.wraps(make)
+    def made(self: Programs, *args: P.args, **named: P.kwargs) -> R:
+        key = (make.__name__, args, tuple(named.items()))
+        if key not in self._made:
+            self._made[key] = make(self, *args, **named)
+        found: R = self._made[key]
+        return found
+
+    return made
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
     """Jitted step functions of one mesh."""
@@ -67,9 +82,11 @@ class Programs:
     mesh: Mesh
     max_len: int  # tokens a slot has room for
     kernels: Implementation | None = None  # of the ops under packed numerics; None: by the device
+    _made: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- prefill --------------------------------------------------------------------------------------------------
 
+    @_once
     def prefill(self, rows: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
         """(parameters, cache, rows, rope) -> (length, cache): all layers on all rows.
 
@@ -86,6 +103,7 @@ class Programs:
 
         return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
+    @_once
     def encode(self, rows: int) -> Callable[..., tuple[Boundary, Cache]]:
         """(parameters, cache, rows, rope) -> (boundary, cache): what later tokens need of a chunk."""
 
@@ -96,6 +114,7 @@ class Programs:
 
         return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
+    @_once
     def tail(self, count: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
         """(parameters, cache, boundary, rows, rope) -> (length, cache): later layers on a chunk's last `count` rows.
 
@@ -112,6 +131,7 @@ class Programs:
 
         return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
+    @_once
     def score(self, rows: int) -> Callable[..., tuple[RowLogprobs, Cache]]:
         """(parameters, cache, rows, next tokens, rope) -> (log-probabilities [R, S, ...], cache).
 
@@ -131,6 +151,7 @@ class Programs:
 
     # --- decode ---------------------------------------------------------------------------------------------------
 
+    @_once
     def decode(self, steps: int) -> Callable[..., tuple[Cache, DecodeState, Tally, Sampled]]:
         """(parameters, cache, state, tally, control, writes, sampling, mask, hash, rope) -> new state and tokens.
 
@@ -186,8 +207,8 @@ class Programs:
         specs = (*[_PER_RANK] * 7, _EVERYWHERE, _EVERYWHERE)
         return self._jit(step, specs, (_PER_RANK,) * 4, donated=(1, 2, 3))
 
-    def join(self) -> Callable[[DecodeState, Int32[Array, "R"], Int32[Array, "R width"]], DecodeState]:
-        """Write one slot per rank of the decode state; a slot of -1 writes nothing."""
+    def join(self) -> Callable[..., DecodeState]:
+        """(state, slots [R], rows [R, width]): write one slot per rank of the decode state; of -1, none."""
         return self._map(DecodeState.join, 3, donated=0)
 
     def write_tally(self) -> Callable[..., Tally]:
@@ -196,16 +217,16 @@ class Programs:
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def write_table(self) -> Callable[[Cache, Int32[Array, "R n 3"]], Cache]:
-        """Set entries of the page tables: (slot, place, page); a slot of -1 sets none."""
+    def write_table(self) -> Callable[..., Cache]:
+        """(cache, writes [R, n, 3]): set entries of the page tables: (slot, place, page); a slot of -1 sets none."""
         return self._map(lambda cache, writes: _write_table(cache, writes[0]), 2, donated=0)
 
     def export(self) -> Callable[..., HandOver]:
         """(cache of one rank, page ids) -> what is handed over of its only slot: its rings, and these pages."""
         return jax.jit(lambda cache, pages: HandOver(cache.pages[pages], cache.layers))
 
-    def import_state(self) -> Callable[[Cache, HandOver, Int32[Array, "R"], Int32[Array, "R n"]], Cache]:
-        """Write one handed-over request per rank into a slot and pages; a slot of -1 writes nothing.
+    def import_state(self) -> Callable[..., Cache]:
+        """(cache, hand-over, slots [R], pages [R, n]): write one request per rank into a slot and pages; of -1, none.
 
         The hand-over is one as `export` makes it, with n pages, one request per rank. Pages past the end of the
         pool are dropped.

@@ -14,12 +14,19 @@ TP_AXIS = "tp"
 LOGICAL_TO_MESH: dict[str, str | None] = {
     "slot": EP_AXIS,  # requests, and everything a request owns
     "expert": EP_AXIS,  # physical expert slots
+    "engram_rows": EP_AXIS,  # of tables that are 189 GiB in the released model; filled up to whole parts
 }
 
 
 def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
     """Mesh axes of an array from its logical axes, one name (or None) per dimension."""
     return PartitionSpec(*(LOGICAL_TO_MESH.get(name) if name else None for name in axes))
+
+
+def whole_parts(shape: tuple[int, ...], axes: tuple[str | None, ...], ranks: int) -> tuple[int, ...]:
+    """The shape with dimensions that lie in parts over `ep` rounded up to a multiple of its ranks."""
+    spec = partition_spec(axes)
+    return tuple(-(-size // ranks) * ranks if part == EP_AXIS else size for size, part in zip(shape, spec, strict=True))
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:

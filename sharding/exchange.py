@@ -1,5 +1,5 @@
-"""Moving rows to the ranks that hold their experts, and the results back; likewise for rows of a table that is too large
-for one rank. No row is ever dropped.
+"""Moving rows to the ranks that hold their experts, and the results back, and reading rows of a table in parts. No row
+is ever dropped.
 
 T rows per rank, K experts per row, R ranks, D hidden.
 """

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _SLOTS_PER_DEVICE = 64
 _ROWS_PER_DEVICE = 2048
+_WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class Check:
 
         from widemesh.serving.ahead import check_step
 
-        console, errors = Console(), Console(stderr=True)
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)  # a pipe has no width of its own
+        errors = Console(stderr=True)
         begin = time.perf_counter()
 
         def report(name: str) -> None:
@@ -105,7 +107,8 @@ def _memory(check: StepCheck, title: str) -> Table:
     from widemesh.serving.memory_plan import format_bytes
 
     hbm = check.target.hbm_bytes
-    table = Table(title=Text(title), caption=Text(f"per device, of {format_bytes(hbm)}; compiled in {check.seconds:.0f} s"))
+    caption = f"per device, of {format_bytes(hbm)}; compiled in {check.seconds:.0f} s"
+    table = Table(title=Text(title), caption=Text(caption))
     for column in ("program", "arguments", "results", "temporaries", "together", "of the memory", "in host memory"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for name, one in check.programs.items():
@@ -128,7 +131,8 @@ def _kernels(check: StepCheck) -> Table:
     for program, one in check.programs.items():
         for calls in one.calls:
             facts = [kernel for kernel in one.kernels if kernel.name == calls.name]
-            registers, smem = (max((getattr(k, name) for k in facts), default=0) for name in ("registers", "smem_bytes"))
+            registers = max((kernel.registers for kernel in facts), default=0)
+            smem = max((kernel.smem_bytes for kernel in facts), default=0)
             spills = sum(kernel.spill_bytes for kernel in facts)
             table.add_row(program, calls.name, str(calls.count), str(registers), str(spills), f"{smem:,}")
         table.add_section()

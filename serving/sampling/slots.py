@@ -18,10 +18,12 @@ class Sampler(Protocol):
     """What this file reads of a request. Two are equal only if they are the same object."""
 
     prompt: Int32[np.ndarray, "N"]
-    output: list[int]
     sampling: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+
+    @property
+    def output(self) -> list[int]: ...
 
 
 class SlotSettings:

@@ -138,14 +138,15 @@ def test_odd_columns_cannot_be_fp4():
         packed(jax.ShapeDtypeStruct((2, 4, 7), jnp.float32), "fp4")
 
 
-def test_placing_spreads_the_bytes_of_experts(checkpoints, state):
+def test_placing_spreads_the_bytes_of_experts_and_tables(checkpoints, state):
     mesh = make_mesh(jax.devices()[:5])
     placed = place_parameters(state, mesh)
     for name, variable in flat(placed).items():
         for array, host in zip(*map(jax.tree.leaves, (variable, flat(state)[name])), strict=True):
             shard = array.addressable_shards[0].data.shape
-            assert shard == ((1, *host.shape[1:]) if variable.stored == "fp4" else host.shape)
-            assert np.array_equal(np.asarray(array), host)
+            in_parts = variable.stored in ("fp4", "fp8_rows")
+            assert shard == ((-(-host.shape[0] // 5), *host.shape[1:]) if in_parts else host.shape)
+            assert np.array_equal(np.asarray(array)[: host.shape[0]], host)
 
 
 def test_quantising_takes_values_by_name():

@@ -1,0 +1,73 @@
+"""Step programs compiled for GPUs that are not there: the ones that the engine dispatches, every op with its kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from widemesh.model.presets import FLASH
+from widemesh.pallas_kernels.gpu.toolchain import has_plugin
+from widemesh.serving.ahead import step_programs
+
+needs_aot = pytest.mark.skipif(not has_plugin(), reason="needs pip install 'widemesh[aot]'")
+
+# Every kind of layer once, at the widths that the kernels are written for and few experts.
+SMALL = dataclasses.replace(
+    FLASH, hidden_size=512, moe_intermediate_size=256, num_hidden_layers=5, n_routed_experts=16,
+    num_nextn_predict_layers=0, compress_ratios=(0, 0, 2, 1, 1), kv_source_layer_ids=(2, 3),
+    index_source_layer_ids=(2, 3, 4), candidate_source_layer_id=3, engram_layer_ids=(1,),
+    engram_num_embeddings=(384006168,), dspark_target_layer_ids=(),
+)  # fmt: skip
+
+
+def test_they_are_what_the_engine_dispatches(engine) -> None:
+    device, config = engine.device, engine.config
+    (decode,) = step_programs(device.decode.programs, config, "decode")
+    (prefill,) = step_programs(device.prefill.programs, config, "prefill")
+    assert decode[1] is device._decode and prefill[1] is device._whole[config.chunk_rows]
+    assert device.decode.programs.decode(config.decode_steps + 1) is not device._decode
+
+
+def test_a_bounded_tail_is_two_programs(engine) -> None:
+    programs, config = engine.device.prefill.programs, dataclasses.replace(engine.config, replay_tail="bounded")
+    rows = config.chunk_rows
+    encode, tail = step_programs(programs, config, "prefill")
+    assert encode[:2] == ("encode", programs.encode(rows))
+    assert tail[:2] == ("tail", programs.tail(min(rows, engine.model_config.sliding_window)))
+
+
+@pytest.fixture(scope="module", params=["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+def checked(request, tmp_path_factory):
+    """A run of `widemesh check` on the small model, in a process of its own: its exit status, output and last line."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "config.json").write_text(json.dumps(SMALL.to_json()))
+    command = [sys.executable, "-m", "widemesh.tools.cli", "check", str(folder), "--target", "B200", "--devices", "4",
+               "--role", request.param, "--slots", "16", "--max-model-len", "8192", "--chunk-rows", "256"]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
+    return request.param, done, json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_aot
+def test_every_op_has_its_kernel_and_nothing_spills(checked) -> None:
+    role, done, facts = checked
+    assert done.returncode == 0, done.stderr
+    assert facts["compiled"] and facts["fits"] and facts["spill_bytes"] == 0 and facts["role"] == role
+    # Layers, those with an index, with compressed keys of their own, and with Engram; of each op so many kernels.
+    layers, index, sources, engram = 5, 3, 2, 1
+    assert facts["kernels"]["sparse_attention"] == layers
+    assert facts["kernels"]["grouped_moe"] == 3 * layers
+    assert facts["kernels"]["compress"] == sources and facts["kernels"]["engram_gate"] == 2 * engram
+    assert facts["kernels"]["select_entries"] >= 2 * index and facts["kernels"]["mhc"] >= 2 * 2 * layers
+
+
+@needs_aot
+def test_the_collectives_are_those_of_the_exchange(checked) -> None:
+    _, _, facts = checked
+    assert facts["collectives"].keys() == {"all-gather", "reduce-scatter"}
+    assert facts["collectives"]["reduce-scatter"]["count"] == 5 + 1  # one per layer, one for the Engram rows
