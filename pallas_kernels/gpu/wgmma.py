@@ -14,6 +14,7 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
 
     The interpreter computes a wgmma when it is issued and asks nobody whether its operands have arrived, so that a
     forgotten wait changes neither a value nor a race report. Interpreted, both are read first, as any load is.
+    As after any load, `commit_smem` must come before a bulk copy overwrites them.
     """
     if is_interpreted():
         for operand in (a, b):

@@ -61,7 +61,7 @@ swap(
 )
 swap(
     kernel=_KERNEL,
-    missing="FP4 decoding in 32-bit registers (inline_mgpu)",
+    missing="FP4 decoding in 32-bit registers (inline_mgpu), the values times 2^-63 and the sums times 2^63",
     staged="array operations; the register arithmetic is tested on NumPy words",
 )
 swap(
@@ -146,6 +146,7 @@ def _compute_tile(
                 scales = staging.scales_of(m, side, k, buffer, memory)
                 _multiply(sums[m], codes, scales, memory["row_stages"].at[slot], side, memory)
             plgpu.wgmma_wait(0)
+            plgpu.commit_smem()  # codes and scales were read by plain loads; what overwrites them is a bulk copy
             plgpu.barrier_arrive(memory["free"].at[slot])
 
         lax.fori_loop(0, staging.steps, stage, None)

@@ -297,7 +297,7 @@ def _multiply(
     if staged:
         for i, half in enumerate(halves):
             scratch["keys"][:, pl.ds(i * width, width)] = half
-        plgpu.commit_smem()
+    plgpu.commit_smem()  # for the product; and the codes, read by plain loads, are overwritten by a bulk copy
     if target.is_blackwell:
         plgpu.tcgen05_mma(scratch["dots"], scratch["keys"], queries.T, scratch["multiplied"], accumulate=False)
         plgpu.barrier_wait(scratch["multiplied"])
