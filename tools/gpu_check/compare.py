@@ -10,9 +10,7 @@ from jaxtyping import Array, Float
 from widemesh.tools.gpu_check.case import Outcome
 
 
-def close(
-    name: str, found: Array, wanted: Array, *, tolerance: float, worst: float, value_axes: int = 1
-) -> Outcome:
+def close(name: str, found: Array, wanted: Array, *, tolerance: float, worst: float, value_axes: int = 1) -> Outcome:
     """||found - wanted|| / ||wanted||, of everything and of the worst row; a row is the last `value_axes` axes.
 
     A row whose reference is zero must be zero. Shapes that differ, NaN and infinity are errors of infinity.

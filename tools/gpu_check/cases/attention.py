@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -25,7 +24,7 @@ _TINY = AttendShape(name="tiny", requests=3, rows=2, kept=24, k=70, window=16, p
 
 
 def _build(key: Array, *, shape: AttendShape, is_ring: bool, sees_nothing: bool) -> tuple[Any, ...]:
-    keys = jax.random.split(key, 8)
+    keys = draw.split(key, 8)
     b, s, layout = shape.requests, shape.rows, shape.layout
     room = shape.pages_per_request * shape.page_size - s
     start = draw.lengths(keys[0], min(4 * shape.k, room // 2), room, b)
@@ -34,7 +33,7 @@ def _build(key: Array, *, shape: AttendShape, is_ring: bool, sees_nothing: bool)
     indices = draw.chosen(keys[2], visible, shape.k)
     if sees_nothing:  # request 0 sees no key at all, the others see their window alone
         first, indices = first.at[:1].set(start[:1] + s), jnp.full_like(indices, -1)
-    count = b * shape.pages_per_request
+    count = max(b, 1) * shape.pages_per_request
     rows = encode_vectors(draw.normal(keys[3], b, shape.kept, shape.dim), layout.window)
     return (
         draw.normal(keys[4], b, s, shape.heads, shape.dim, scale=2.0, dtype=jnp.bfloat16),

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -35,13 +34,14 @@ def _source(shape: CompressShape) -> SourceLayout:
 
 def _build(key: Array, *, shape: CompressShape, is_full: bool) -> tuple[Any, ...]:
     """In the order of the op's ahead-of-time cases. With `is_full` every request brings all its rows."""
-    keys = jax.random.split(key, 11)
+    keys = draw.split(key, 11)
     b, s, h = shape.requests, shape.rows, shape.head_dim
     room = min(shape.table_pages * shape.page_size, shape.positions)
     start = draw.between(keys[0], 0, max(room - s, 1), b)
     length = jnp.full(b, s, jnp.int32) if is_full else draw.between(keys[1], 0, s + 1, b)
     write_from = jnp.where(jnp.arange(b) % 3 == 1, start + s // 2, 0).astype(jnp.int32)
-    angle = jnp.arange(shape.positions)[:, None] * 1e4 ** -(jnp.arange(shape.pairs) / shape.pairs)
+    position = jnp.arange(shape.positions) + draw.uniform(keys[10])  # constants would be folded, for a minute
+    angle = position[:, None] * 1e4 ** -(jnp.arange(shape.pairs) / shape.pairs)
     return (
         draw.pages(keys[2], _layout(shape), shape.pages),
         draw.normal(keys[3], b, shape.open_rows, 2, h),
@@ -63,7 +63,7 @@ def _table(key: Array, shape: CompressShape) -> Array:
     """Requests share pages where the pool has none to spare: a row of pages per request, far apart."""
     if shape.requests * shape.table_pages <= shape.pages:
         return draw.table(key, shape.requests, shape.table_pages, shape.pages)
-    own = jax.random.permutation(key, shape.pages).reshape(shape.requests, -1).astype(jnp.int32)
+    own = draw.shuffled(key, shape.pages).reshape(shape.requests, -1)
     return own[:, jnp.arange(shape.table_pages) % own.shape[1]]
 
 
@@ -71,10 +71,9 @@ def _call(
     implementation: Any, pages: Array, ring: Array, values: Array, gates: Array, *rest: Array, shape: CompressShape
 ) -> tuple[Array, Array]:
     *middle, table = rest
-    return compress_and_store(
-        values, gates if shape.ratio > 1 else None, ring, *middle, pages, table, source=_source(shape), eps=1e-20,
-        bf16_rounding=True, implementation=implementation,
-    )  # fmt: skip
+    call: Any = functools.partial(compress_and_store, source=_source(shape), eps=1e-20, bf16_rounding=True,
+                                  implementation=implementation)  # fmt: skip
+    return call(values, gates if shape.ratio > 1 else None, ring, *middle, pages, table)
 
 
 def _compare(args: tuple[Any, ...], found: Any, wanted: Any) -> tuple[Outcome, ...]:
@@ -91,7 +90,7 @@ def _case(shape: CompressShape, name: str, *, is_full: bool = False, **fields: A
 
 
 _FLOORS = {case.name: case for case in aot.KERNELS}
-_SMALL_POOL = {"pages": 4096, "table_pages": 64, "positions": 4096}
+_SMALL_POOL: dict[str, Any] = {"pages": 4096, "table_pages": 64, "positions": 4096}
 
 CASES = (
     _case(_TINY, "tiny", is_tiny=True),

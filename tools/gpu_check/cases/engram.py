@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -25,13 +24,11 @@ _TINY = EngramShape(name="tiny", rows=2, hidden=256, columns=3, table_rows=7)
 
 def _build_rows(key: Array, *, shape: EngramShape) -> tuple[Any, ...]:
     """The first looked-up numbers lie outside the table, on either side."""
-    values, sizes, ids = jax.random.split(key, 3)
+    values, sizes, ids = draw.split(key, 3)
     distinct = min(shape.table_rows, _DISTINCT_ROWS)
     size = jnp.exp2(draw.between(sizes, -8, 9, distinct, shape.dim // 32).astype(jnp.float32))
     codes, scales = encode_fp8_rows(draw.normal(values, distinct, shape.dim) * jnp.repeat(size, 32, axis=1))
-    table = jnp.concatenate([codes, scales], axis=1)
-    if distinct < shape.table_rows:
-        table = table[jnp.arange(shape.table_rows) % distinct]
+    table = draw.repeated(jnp.concatenate([codes, scales], axis=1), shape.table_rows)
     number = draw.between(ids, 0, shape.table_rows, shape.rows * shape.columns)
     number = number.at[:2].set(jnp.asarray([-5, shape.table_rows + 9], jnp.int32)[: number.size])
     return table, number.reshape(shape.rows, shape.columns)
@@ -39,7 +36,7 @@ def _build_rows(key: Array, *, shape: EngramShape) -> tuple[Any, ...]:
 
 def _build_apply(key: Array, *, shape: EngramShape) -> tuple[Any, ...]:
     """Keys resemble the streams, so that gates are far from one half."""
-    keys = jax.random.split(key, 5)
+    keys = draw.split(key, 5)
     t, c, d = shape.rows, shape.streams, shape.hidden
     streams = draw.normal(keys[0], t, c, d)
     sign = jnp.where(jnp.arange(c) % 2, 1.0, -1.0)[:, None]

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -26,8 +25,11 @@ Choose = Callable[[Array, MoeShape], Int32[Array, "T K"]]
 
 
 def _even(key: Array, shape: MoeShape) -> Int32[Array, "T K"]:
-    """Different experts of all ranks, equally likely; those of other ranks are -1."""
-    _, experts = jax.lax.top_k(jax.random.uniform(key, (shape.rows, shape.held * shape.ranks)), shape.per_token)
+    """Different experts of all ranks, equally likely, at even distances; those of other ranks are -1."""
+    first, step = draw.split(key, 2)
+    total = shape.held * shape.ranks
+    distance = draw.between(step, 1, max(total // shape.per_token, 2), shape.rows, 1)
+    experts = (draw.between(first, 0, total, shape.rows, 1) + distance * jnp.arange(shape.per_token)) % total
     return jnp.where(experts < shape.held, experts, -1).astype(jnp.int32)
 
 
@@ -43,9 +45,9 @@ def _nobody(key: Array, shape: MoeShape) -> Int32[Array, "T K"]:
 
 
 def _build(key: Array, *, shape: MoeShape, choose: Choose) -> tuple[Any, ...]:
-    keys = jax.random.split(key, 6)
+    keys = draw.split(key, 6)
     into, out = (shape.held, shape.width, shape.hidden), (shape.held, shape.hidden, shape.width)
-    weights = jax.random.uniform(keys[0], (shape.rows, shape.per_token), minval=0.1)
+    weights = 0.1 + draw.uniform(keys[0], shape.rows, shape.per_token)
     return (
         draw.normal(keys[1], shape.rows, shape.hidden, dtype=jnp.bfloat16),
         choose(keys[2], shape),
@@ -57,7 +59,7 @@ def _build(key: Array, *, shape: MoeShape, choose: Choose) -> tuple[Any, ...]:
 def _matrix(key: Array, shape: tuple[int, int, int]) -> PackedMatrix:
     """Values whose product with a row of ones' size is near 1: E2M1 has a root mean square of 2.9."""
     held, rows, columns = shape
-    codes, scales = jax.random.split(key)
+    codes, scales = draw.split(key, 2)
     power = 127 - round(math.log2(2.9 * math.sqrt(columns)))
     return PackedMatrix(
         codes=draw.octets(codes, held, rows, columns // 2),
@@ -66,7 +68,7 @@ def _matrix(key: Array, shape: tuple[int, int, int]) -> PackedMatrix:
 
 
 def _call(implementation: Any, *args: Any) -> tuple[Array, Array]:
-    return grouped_moe_packed(*args, math=_MATH, implementation=implementation)
+    return functools.partial(grouped_moe_packed, math=_MATH, implementation=implementation)(*args)
 
 
 def _compare(args: tuple[Any, ...], found: Any, wanted: Any) -> tuple[Outcome, ...]:

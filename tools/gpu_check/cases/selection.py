@@ -30,12 +30,11 @@ from widemesh.tools.gpu_check.compare import equal
 
 def _build(key: Array, *, shape: SelectShape) -> tuple[Any, ...]:
     """Queries on the FP4 grid and weights that are multiples of 1/8: products are multiples of 2^-7, below 2^17."""
-    keys = jax.random.split(key, 6)
+    keys = draw.split(key, 6)
     b, s = shape.requests, shape.rows
     count = b * shape.pages_per_request
-    last = draw.lengths(keys[0], shape.entries // 2, shape.entries + 1, b) // shape.ratio * shape.ratio
-    tokens = last[:, None] * shape.ratio - jnp.arange(s)[::-1]
-    visible = jnp.clip(tokens // shape.ratio, 0, shape.entries).astype(jnp.int32)
+    newest = draw.lengths(keys[0], shape.entries // 2, shape.entries + 1, b)
+    visible = jnp.maximum((newest[:, None] * shape.ratio - jnp.arange(s)[::-1]) // shape.ratio, 0).astype(jnp.int32)
     blocks = None
     if shape.among_blocks is not None:
         blocks = draw.chosen(keys[1], (visible + shape.block - 1) // shape.block, shape.among_blocks)

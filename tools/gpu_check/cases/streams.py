@@ -24,21 +24,21 @@ _SETTINGS: dict[str, Any] = {"iterations": 20, "hc_eps": 1e-6, "norm_eps": 1e-20
 
 def _site_arguments(key: Array, shape: MhcShape) -> tuple[Array, Array, Array]:
     """fn, base, scale: mixes near 1."""
-    keys = jax.random.split(key, 3)
+    keys = draw.split(key, 3)
     width, mixes = shape.streams * shape.hidden, shape.streams * (shape.streams + 2)
     fn = draw.normal(keys[0], mixes, width, scale=width**-0.5)
     return fn, draw.normal(keys[1], mixes), draw.normal(keys[2], 3)
 
 
 def _build_site(key: Array, *, shape: MhcShape) -> tuple[Any, ...]:
-    streams, site = jax.random.split(key)
+    streams, site = draw.split(key, 2)
     t, c, d = shape.rows, shape.streams, shape.hidden
     return draw.normal(streams, t, c, d, dtype=jnp.bfloat16), *_site_arguments(site, shape)
 
 
 def _build_advance(key: Array, *, shape: MhcShape) -> tuple[Any, ...]:
     """comb is near a permutation, so that a wrong axis shows."""
-    keys = jax.random.split(key, 7)
+    keys = draw.split(key, 7)
     t, c, d = shape.rows, shape.streams, shape.hidden
     return (
         draw.normal(keys[0], t, d, dtype=jnp.bfloat16),
