@@ -77,6 +77,7 @@ class EngineLoop:
         self._pages: tuple[tuple[int, int, int], ...] = ()  # of the last report
         self._page_counts: dict[str, PageCounts] = {}
         self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
+        self._any_awaits = False
         self._wake = threading.Condition()
         self._inbox: list[Request] = []
         self._aborts: dict[str, FinishReason] = {}
@@ -192,7 +193,7 @@ class EngineLoop:
             self._prefill_done(*self._prefilling.popleft())
         if self._updates:
             self._update_weights()
-        hold = self._awaits_token if self._awaits_token.any() else None
+        hold = self._awaits_token if self._any_awaits else None
         plan = self._scheduler.plan_step(
             hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT, only_resumed=bool(self._updates)
         )
@@ -289,23 +290,28 @@ class EngineLoop:
                     mask = full_mask(len(rows), self._device.model_config.vocab_size)
                 mask[request.slot] = request.constraint.mask
                 rows[request.slot] = 1
-                self._awaits_token[request.slot] = True
+                self._awaits_token[request.slot] = self._any_awaits = True
         return mask
 
     def _settle(self, plan: DecodePlan, step: DecodeStep) -> None:
         """Take in the result of a step and post its tokens."""
         result = step.wait()
-        self._awaits_token[plan.is_active] = False
+        if self._any_awaits:
+            self._awaits_token[plan.is_active] = False
+            self._any_awaits = bool(self._awaits_token.any())
         now_s, running = time.monotonic(), self._running
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
         looks = running.to_look_at(accepted, result.end)
-        counts = accepted.counts * (result.end < NOT_FINITE)
-        num_tokens = int(counts.sum())
+        if looks is None:  # one token for everybody, and nothing else to say
+            got, is_plain, num_tokens = None, None, len(running)
+        else:
+            counts = accepted.counts * (result.end < NOT_FINITE)
+            got, is_plain, num_tokens = counts > 0, accepted.is_live & ~looks, int(counts.sum())
         self.counters.generated_tokens += num_tokens
         self._metrics.generated(num_tokens)
-        running.note_times(counts > 0, now_s, self._metrics)
-        self._unsent.update(running.post(accepted, accepted.is_live & ~looks, self.weights_version))
-        if looks.any():
+        running.note_times(got, now_s, self._metrics)
+        self._unsent.update(running.post(accepted, is_plain, self.weights_version))
+        if looks is not None:
             for slot in np.flatnonzero(looks).tolist():
                 self._look(slot, accepted, result)
 

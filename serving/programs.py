@@ -200,7 +200,7 @@ class Programs:
                 carry, (tokens, runs, finite, logprobs) = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
             by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (tokens, logprobs))
             count = jnp.sum(runs, axis=0, dtype=jnp.int32)
-            end = ENDED * carry[1].is_done + NOT_FINITE * ~jnp.all(finite, axis=0)
+            end = ENDED * (carry[1].is_done & (count > 0)) + NOT_FINITE * ~jnp.all(finite, axis=0)
             packed = jnp.concatenate([by_slot[0], count[:, None], end[:, None]], axis=1, dtype=jnp.int32)
             return *carry, Sampled(packed, by_slot[1])
 

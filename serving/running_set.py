@@ -33,9 +33,13 @@ class RunningSet:
         self._of: Sequence[Request] = ()
         self._readers: list[_Readers] = []
         self._always_looks = np.zeros(slots, bool)  # has a constraint, or wants log-probabilities
+        self._any_looks = False
         self._slots = np.zeros(0, np.int64)
         self._all_last_s: float | None = None  # when all of them have got their newest tokens, if that was at once
         self._last_token_s = np.full(slots, np.nan)  # out of date while they have one time in common
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def sync(self, running: Sequence[Request]) -> bool:
         """Take over the requests that run now, each in its decode slot. False: they are the same object as before."""
@@ -57,6 +61,7 @@ class RunningSet:
             if request.trace.last_token_s is not None:
                 self._last_token_s[slot] = request.trace.last_token_s
             by_mailbox.setdefault(request.mailbox, []).append(request)
+        self._any_looks = bool(self._always_looks.any())
         self._readers = [
             _Readers(
                 mailbox, tuple(mine), np.array([r.decode_slot for r in mine]), tuple(r.hit_tokens for r in mine)
@@ -65,17 +70,27 @@ class RunningSet:
         ]
         return True
 
-    def to_look_at(self, accepted: Accepted, end: Int32[np.ndarray, "slots"]) -> Bool[np.ndarray, "slots"]:
-        """Live slots whose request ends with this step, or needs more than its tokens passed on.
+    def to_look_at(self, accepted: Accepted, end: Int32[np.ndarray, "slots"]) -> Bool[np.ndarray, "slots"] | None:
+        """Live slots whose request ends with this step, or needs more than its tokens passed on; None if all go on.
 
         `end` is what the device says: 0 for a slot that goes on.
         """
+        if accepted.is_whole and not (self._any_looks or end.any() or accepted.is_at_limit.any()):
+            return None
         return (self._always_looks | (end > 0) | accepted.is_at_limit | (accepted.counts == 0)) & accepted.is_live
 
-    def post(self, accepted: Accepted, is_plain: Bool[np.ndarray, "slots"], version: int) -> Iterable[Mailbox]:
-        """Pass on the new tokens of the slots that are set, a letter per mailbox; the mailboxes that have got one."""
+    def post(self, accepted: Accepted, is_plain: Bool[np.ndarray, "slots"] | None, version: int) -> Iterable[Mailbox]:
+        """Pass on the new tokens of the slots that are set (None: of all), a letter per mailbox that has some.
+
+        Returns the mailboxes that have got one.
+        """
         posted = []
         for readers in self._readers:
+            if is_plain is None:
+                letter = StepLetter(readers.requests, readers.slots, readers.hits, accepted, version)
+                readers.mailbox.letters.append(letter)
+                posted.append(readers.mailbox)
+                continue
             kept = is_plain[readers.slots]
             if not kept.any():
                 continue
@@ -88,9 +103,9 @@ class RunningSet:
             posted.append(readers.mailbox)
         return posted
 
-    def note_times(self, got: Bool[np.ndarray, "slots"], now_s: float, metrics: EngineMetrics) -> None:
-        """The slots that are set have got tokens now."""
-        num_got = int(np.count_nonzero(got))
+    def note_times(self, got: Bool[np.ndarray, "slots"] | None, now_s: float, metrics: EngineMetrics) -> None:
+        """The slots that are set (None: all) have got tokens now."""
+        num_got = len(self._of) if got is None else int(np.count_nonzero(got))
         if not num_got:
             return
         if self._all_last_s is not None and num_got == len(self._of):  # as in most steps
@@ -98,7 +113,7 @@ class RunningSet:
             self._all_last_s = now_s
             return
         self._spread_times()
-        slots = np.flatnonzero(got)
+        slots = self._slots if got is None else np.flatnonzero(got)
         last_s = self._last_token_s[slots]
         is_first = np.isnan(last_s)
         for slot in slots[is_first].tolist():

@@ -43,6 +43,9 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._is_running = np.zeros(slots, bool)
         self._epoch = np.full(slots, -1, np.int64)
         self._running: list[RequestT] | None = None  # made when it is asked for
+        self._generation = 0  # as in a plan
+        self._last_plan: DecodePlan | None = None
+        self._same_plans = 0  # that are certain to be as the last one, unless the generation changes or a slot is held
 
     def running(self) -> list[RequestT]:
         """Requests that decode, by slot. The same object until somebody joins or leaves; never changed."""
@@ -94,6 +97,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._load[rank] += 1
         self.num_free_slots -= 1
         self._log.skip(slot)
+        self._generation += 1
         request.decode_slot, request.unread = slot, functools.partial(self._log.read, slot)
         return PageWrites.of(slot, 0, pages)
 
@@ -101,6 +105,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
         """It decodes from the next plan on."""
         self._is_running[request.decode_slot] = True
         self._running = None
+        self._generation += 1
         self._spare_plans = 0
 
     def pages(self, slot: int, count: int) -> Int32[np.ndarray, "count"]:
@@ -161,22 +166,35 @@ class DecodeSide[RequestT: ScheduledRequest]:
         return max(0, int(left.min()) // rows) if len(left) else _MANY_PLANS
 
     def plan(self, hold: Bool[np.ndarray, "slots"] | None) -> DecodePlan | None:
-        """A step of every running request that is not held back and not certain to be at its limit already."""
+        """A step of every running request that is not held back and not certain to be at its limit already.
+
+        The same object as last time where that says it all.
+        """
+        last = self._last_plan
+        if last is not None and hold is None and self._same_plans > 0 and last.generation == self._generation:
+            self._same_plans -= 1
+            self._in_flight += last.is_active
+            return last
         is_active = self._will_run(hold)
         if not is_active.any():
             return None
-        positions = (self._computed + self._in_flight) * is_active
+        left = (self._limit - self._computed - self._in_flight)[is_active]
+        self._same_plans = (int(left.min()) - 1) // self._config.decode_rows if hold is None else 0
         self._in_flight += is_active
-        return DecodePlan(is_active=is_active, positions=positions, epochs=self._epoch.copy())
+        self._last_plan = DecodePlan(is_active=is_active, epochs=self._epoch.copy(), generation=self._generation)
+        return self._last_plan
 
     def apply(
         self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
     ) -> Accepted:
         """Take in a step's accepted tokens; those of requests that have left their slot since are dropped."""
-        is_live = plan.is_active & (self._epoch == plan.epochs)
+        is_same = plan.generation == self._generation
+        is_live = plan.is_active if is_same else plan.is_active & (self._epoch == plan.epochs)
         self._in_flight -= is_live
+        is_single = is_same and self._config.decode_rows == 1 and bool((counts == is_live).all())
         # A request has computed all tokens that it knows but the newest, so what is left of its output is this much.
-        taken = np.minimum(counts, self._limit - self._computed) * is_live
+        # One row at a time is never planned past it.
+        taken = counts if is_single else np.minimum(counts, self._limit - self._computed) * is_live
         self._computed += taken
         if self._log.is_full:
             for request in self.slots:
@@ -187,6 +205,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
         return Accepted(
             is_live=is_live, tokens=tokens, counts=taken, outputs=self._computed - self._before_output,
             is_at_limit=self._computed >= self._limit,
+            is_whole=is_single and np.count_nonzero(is_live) == len(self.running()),
         )  # fmt: skip
 
     def leave(self, request: RequestT) -> None:
@@ -199,6 +218,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._held[slot] = self._most_pages[slot] = self._in_flight[slot] = self._computed[slot] = self._limit[slot] = 0
         self._is_running[slot] = False
         self._running = None
+        self._generation += 1
         self._epoch[slot] = -1
         self._load[rank] -= 1
         self.num_free_slots += 1

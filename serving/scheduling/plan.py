@@ -85,8 +85,8 @@ class DecodePlan:
     """
 
     is_active: Bool[np.ndarray, "slots"]
-    positions: Int64[np.ndarray, "slots"]  # of the first row; least possible where drafts are still undecided
     epochs: Int64[np.ndarray, "slots"]
+    generation: int  # changes when a request comes into a slot, joins or leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Accepted:
     counts: Int64[np.ndarray, "slots"]  # tokens that were accepted, the first of the row; 0 where not live
     outputs: Int64[np.ndarray, "slots"]  # tokens of output that each live request has now
     is_at_limit: Bool[np.ndarray, "slots"]  # they are as many as it may have
+    is_whole: bool = False  # everybody who decodes was in the step and has got one token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
