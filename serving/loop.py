@@ -74,8 +74,8 @@ class EngineLoop:
         self._running = RunningSet(config.max_num_seqs)
         self._sampling, _ = self._settings.sync(())
         self._unsent: set[Mailbox] = set()
-        self._pages: tuple[tuple[int, int, int], ...] = ()  # of the last report
-        self._page_counts: dict[str, PageCounts] = {}
+        self._reported_requests = -1  # that had ended by the last report on pages
+        self._rows: tuple[DecodePlan, Int32[np.ndarray, "slots"]] | None = None  # of the last plan
         self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
         self._any_awaits = False
         self._wake = threading.Condition()
@@ -275,7 +275,9 @@ class EngineLoop:
             self._sampling, tallies = self._settings.sync((r.slot, r.epoch, r) for r in running)
             for row in tallies:
                 self._device.set_tally(row)
-        rows = plan.decode.is_active * np.int32(self._config.decode_steps)
+        if self._rows is None or self._rows[0] is not plan.decode or self._running.constrained:
+            self._rows = plan.decode, plan.decode.is_active * np.int32(self._config.decode_steps)
+        rows = self._rows[1]
         mask = self._constrain(plan.decode.is_active, rows) if self._running.constrained else None
         return self._device.decode_step(rows, plan.decode_pages, self._sampling, mask)
 
@@ -377,27 +379,24 @@ class EngineLoop:
                 self.abort(request.request_id)
 
     def _report(self, plan: StepPlan[Request], step_s: float) -> None:
-        scheduler = self._scheduler
-        pages = (_pages(scheduler.prefill.pools), _pages(scheduler.decode.pools))
-        if pages != self._pages:
-            self._pages = pages
-            self._page_counts = {
-                name: PageCounts(used=used, cached=cached, free=free)
-                for name, (used, cached, free) in zip(("prefill", "decode"), pages, strict=True)
-            }
-        self._metrics.cache(pages=self._page_counts, prefix_queries=scheduler.prefill.asked_tokens,
-                            prefix_hits=scheduler.prefill.hit_tokens,
-                            preemptions=scheduler.num_preemptions)  # fmt: skip
+        if plan.moves_pages or self._reported_requests != self.counters.requests:  # somebody has come, grown or gone
+            self._reported_requests = self.counters.requests
+            pools = {"prefill": self._scheduler.prefill.pools, "decode": self._scheduler.decode.pools}
+            self._metrics.cache(
+                pages={name: _pages(of_mesh) for name, of_mesh in pools.items()},
+                prefix_queries=self._scheduler.prefill.asked_tokens, prefix_hits=self._scheduler.prefill.hit_tokens,
+                preemptions=self._scheduler.num_preemptions,
+            )  # fmt: skip
         rows = 0 if plan.prefill is None else int(plan.prefill.length.sum())
         self._metrics.step(running=self.num_running, waiting=self.num_waiting, prompt_rows=rows, step_s=step_s)
 
 
-def _pages(pools: list[PagePool]) -> tuple[int, int, int]:
-    """Used, cached and free pages of a mesh."""
+def _pages(pools: list[PagePool]) -> PageCounts:
+    """The pages of a mesh."""
     usable = free = cached = 0
     for pool in pools:
         usable, free, cached = usable + pool.num_usable, free + pool.num_free, cached + pool.num_cached
-    return usable - free - cached, cached, free
+    return PageCounts(used=usable - free - cached, cached=cached, free=free)
 
 
 def _logprobs(step: RowLogprobs | None, slot: int, count: int, asked: int | None) -> TokenLogprobs | None:

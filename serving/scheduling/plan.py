@@ -108,14 +108,19 @@ class StepPlan[RequestT: ScheduledRequest]:
     The order lets a slot or a page change hands within a step: a load reads before its pages' next owner writes.
     """
 
-    loads: tuple[KvLoad[RequestT], ...]
-    joined: tuple[RequestT, ...]  # decode from this step on, loaded or without need of it
-    admitted: tuple[RequestT, ...]
-    preempted: tuple[RequestT, ...]
-    prefill_pages: PageWrites
-    prefill: PrefillPlan[RequestT] | None
-    decode_pages: PageWrites
+    loads: tuple[KvLoad[RequestT], ...] = ()
+    joined: tuple[RequestT, ...] = ()  # decode from this step on, loaded or without need of it
+    admitted: tuple[RequestT, ...] = ()
+    preempted: tuple[RequestT, ...] = ()
+    prefill_pages: PageWrites = _NOTHING
+    prefill: PrefillPlan[RequestT] | None = None
+    decode_pages: PageWrites = _NOTHING
     decode: DecodePlan | None
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages have been given out, taken or read."""
+        return bool(self.loads or self.admitted or self.preempted or len(self.decode_pages))
 
     @property
     def is_empty(self) -> bool:

@@ -54,6 +54,7 @@ class Scheduler[RequestT: ScheduledRequest]:
         self.num_preemptions = 0  # since start
         self._ready: collections.deque[RequestT] = collections.deque()
         self._arrivals, self._epochs = itertools.count(), itertools.count()
+        self._decode_only: StepPlan[RequestT] | None = None  # the last plan of nothing but a decode step
         self._may_admit = False  # whether anything happened that can make a waiting request fit
 
     @property
@@ -127,15 +128,20 @@ class Scheduler[RequestT: ScheduledRequest]:
             if request.prefill_slot < 0:
                 self._join(request)
                 joined.append(request)
+        chunks, rows = self.prefill.plan() if prefill else None, self.decode.plan(hold)
+        if not (chunks or loads or admitted or preempted or decode_pages):  # as in most steps
+            if self._decode_only is None or self._decode_only.decode is not rows:
+                self._decode_only = StepPlan(decode=rows)
+            return self._decode_only
         return StepPlan(
             loads=tuple(loads),
             joined=tuple(joined),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             prefill_pages=PageWrites.join(prefill_pages),
-            prefill=self.prefill.plan() if prefill else None,
+            prefill=chunks,
             decode_pages=PageWrites.join(decode_pages),
-            decode=self.decode.plan(hold),
+            decode=rows,
         )
 
     def prefill_done(self, plan: PrefillPlan[RequestT]) -> None:
