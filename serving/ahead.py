@@ -24,11 +24,8 @@ from widemesh.sharding import make_mesh
 
 Role = Literal["prefill", "decode"]
 
-# Kernels whose names begin with one of these must be in the program of a role; every other op is no part of it.
-OPS: dict[Role, tuple[str, ...]] = {
-    "decode": ("sparse_attention", "select_entries", "grouped_moe", "compress", "mhc", "engram_gate"),
-    "prefill": ("sparse_attention", "select_entries", "grouped_moe", "compress", "mhc", "engram_gate"),
-}
+# Every op that has a kernel; the names of its kernels begin with it. All of them are part of both roles.
+OPS = ("sparse_attention", "select_entries", "grouped_moe", "compress", "mhc", "engram_gate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ class StepCheck:
     @property
     def kernels(self) -> dict[str, int]:
         """Custom calls of each op's kernels, over the programs."""
-        found = dict.fromkeys(OPS[self.role], 0)
+        found = dict.fromkeys(OPS, 0)
         for calls in self.calls():
             for op in found:
                 found[op] += calls.count * calls.name.startswith(op)
@@ -75,11 +72,6 @@ class StepCheck:
     def total_bytes(self) -> int:
         """Device memory at the most."""
         return max((one.memory.total_bytes for one in self.programs.values()), default=0)
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the programs read, per device."""
-        return max((one.memory.host_argument_bytes for one in self.programs.values()), default=0)
 
     @property
     def spill_bytes(self) -> int:
@@ -132,7 +124,6 @@ class StepCheck:
             "kernels": self.kernels,
             "argument_bytes": self.argument_bytes,
             "temp_bytes": self.temp_bytes,
-            "host_bytes": self.host_bytes,
             "hbm_bytes": self.target.hbm_bytes,
             "spill_bytes": self.spill_bytes,
             "collectives": collectives,

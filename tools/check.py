@@ -63,6 +63,7 @@ class Check:
         model = ModelConfig.from_dir(self.model) if self.preset is None else PRESETS[self.preset]
         config = self.engine_config()
         os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is taken from the plugin; no device is to be
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA finds a compile of minutes alarming
         from rich.console import Console
 
         from widemesh.serving.ahead import check_step
@@ -109,16 +110,15 @@ def _memory(check: StepCheck, title: str) -> Table:
     hbm = check.target.hbm_bytes
     caption = f"per device, of {format_bytes(hbm)}; compiled in {check.seconds:.0f} s"
     table = Table(title=Text(title), caption=Text(caption))
-    for column in ("program", "arguments", "results", "temporaries", "together", "of the memory", "in host memory"):
+    for column in ("program", "arguments", "results", "temporaries", "together", "of the memory"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for name, one in check.programs.items():
         memory = one.memory
         kept = memory.output_bytes - memory.alias_bytes
         sizes = (memory.argument_bytes, kept, memory.temp_bytes, memory.total_bytes)
-        share = f"{memory.total_bytes / hbm:.0%}"
-        table.add_row(name, *map(format_bytes, sizes), share, format_bytes(memory.host_argument_bytes))
+        table.add_row(name, *map(format_bytes, sizes), f"{memory.total_bytes / hbm:.0%}")
     for name in check.errors:
-        table.add_row(name, "does not compile", *[""] * 5)
+        table.add_row(name, "does not compile", *[""] * 4)
     return table
 
 
