@@ -1,7 +1,7 @@
 """Keys as the bytes that the caches hold: nothing is decoded but inside the ops (see `keys.Keys`).
 
-What a GPU runs. Candidates travel as block numbers [B, S, C], never as masks over all entries. B requests, S rows, M
-window rows at hand.
+What a GPU runs. Candidates travel as block numbers [B, S, blocks], never as masks over all entries. B requests, S rows,
+M window rows at hand.
 """
 
 from __future__ import annotations

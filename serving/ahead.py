@@ -24,7 +24,7 @@ from widemesh.sharding import make_mesh
 
 Role = Literal["prefill", "decode"]
 
-# Every op that has a kernel; the names of its kernels begin with it. All of them are part of both roles.
+# Every op that has a kernel; the names of its kernels begin with it.
 OPS = ("sparse_attention", "select_entries", "grouped_moe", "compress", "mhc", "engram_gate")
 
 
@@ -37,22 +37,26 @@ class StepCheck:
     devices: int
     programs: dict[str, Compiled]
     errors: dict[str, str]  # of the programs that did not compile, in one sentence
+    expected: dict[str, tuple[str, ...]]  # the ops of each program
     seconds: float
 
     @property
     def compiled(self) -> bool:
-        """Whether all programs compiled, with a kernel for every op."""
+        """Whether all programs compiled, each with a kernel for every op of it."""
         return not self.errors and not self.missing
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """Ops without a kernel in any program."""
-        return tuple(op for op, count in self.kernels.items() if not count)
+    def missing(self) -> tuple[tuple[str, str], ...]:
+        """Programs that compiled, and ops of them without a kernel."""
+        return tuple(
+            (name, op) for name, one in self.programs.items() for op in self.expected[name]
+            if not any(calls.name.startswith(op) for calls in one.calls)
+        )  # fmt: skip
 
     @property
     def kernels(self) -> dict[str, int]:
-        """Custom calls of each op's kernels, over the programs."""
-        found = dict.fromkeys(OPS, 0)
+        """Custom calls of each op's kernels, over the programs; of the ops that the model has."""
+        found = dict.fromkeys((op for op in OPS if any(op in ops for ops in self.expected.values())), 0)
         for calls in self.calls():
             for op in found:
                 found[op] += calls.count * calls.name.startswith(op)
@@ -80,8 +84,8 @@ class StepCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether every program that compiled fits into a device's memory."""
-        return bool(self.programs) and self.total_bytes <= self.target.hbm_bytes
+        """Whether every program is known to fit into a device's memory."""
+        return not self.errors and self.total_bytes <= self.target.hbm_bytes
 
     def calls(self) -> Iterator[Calls]:
         """Of the kernels, program by program."""
@@ -97,9 +101,8 @@ class StepCheck:
     def reasons(self) -> list[str]:
         """Why the check fails, in sentences; nothing if it does not."""
         found = [f"{name} does not compile: {error}" for name, error in self.errors.items()]
-        if self.programs and not self.errors:
-            found += [f"no kernel of {op} is in the program; its reference would run" for op in self.missing]
-        if self.programs and not self.fits:
+        found += [f"{name} has no kernel of {op}; its reference would run" for name, op in self.missing]
+        if self.total_bytes > self.target.hbm_bytes:
             found.append(
                 f"{self.total_bytes} bytes are needed of the {self.target.hbm_bytes} of a {self.target.name}; use "
                 "fewer slots, a shorter max_model_len, fewer pages or more devices"
@@ -155,19 +158,35 @@ def check_step(
     begin = time.perf_counter()
     compiled: dict[str, Compiled] = {}
     errors: dict[str, str] = {}
+    expected: dict[str, tuple[str, ...]] = {}
     with _no_stored_programs():
         for name, function, arguments in step_programs(programs, config, role):
             report(name)
+            expected[name] = ops_of(model, name)
             try:
-                with jax.default_device(topology(target)[0]):  # to know its arguments, the tail traces the encode
+                # To know its arguments, the tail traces the encode, whose kernels ask what they are traced for.
+                with jax.default_device(topology(target)[0]):
                     placed = arguments()
                 compiled[name] = compile_ahead(function, placed, target)
             except Exception as err:  # whatever tracing, lowering or the compiler raises is the answer to the question
                 errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
     return StepCheck(
-        role=role, target=TARGETS[target], devices=ranks, programs=compiled, errors=errors,
+        role=role, target=TARGETS[target], devices=ranks, programs=compiled, errors=errors, expected=expected,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
+
+
+def ops_of(model: ModelConfig, program: str) -> tuple[str, ...]:
+    """The ops that a program of this name has for a model: those of the layers that it runs."""
+    cut = model.replay_cut
+    below = range(cut + 1) if program == "encode" else range(model.num_hidden_layers)  # layers that store keys
+    whole = {"encode": range(cut), "tail": range(cut, model.num_hidden_layers)}.get(program, below)
+    has = {
+        "select_entries": any(model.roles[layer].owns_index for layer in whole),
+        "compress": program != "tail" and any(model.roles[layer].owns_kv for layer in below),
+        "engram_gate": program != "tail" and any(model.roles[layer].has_engram for layer in below),
+    }
+    return tuple(op for op in OPS if has.get(op, True))
 
 
 @contextlib.contextmanager

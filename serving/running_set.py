@@ -35,14 +35,18 @@ class RunningSet:
         self._always_looks = np.zeros(slots, bool)  # has a constraint, or wants log-probabilities
         self._any_looks = False
         self._slots = np.zeros(0, np.int64)
-        self._all_last_s: float | None = None  # when all of them have got their newest tokens, if that was at once
-        self._last_token_s = np.full(slots, np.nan)  # out of date while they have one time in common
+        # Either all requests have got their newest tokens at one time, or (None) each has its own, NaN for none yet.
+        self._all_last_s: float | None = None
+        self._last_token_s = np.full(slots, np.nan)  # out of date while there is one for all
 
     def __len__(self) -> int:
         return len(self._of)
 
     def sync(self, running: Sequence[Request]) -> bool:
-        """Take over the requests that run now, each in its decode slot. False: they are the same object as before."""
+        """Take over the requests that run now, each in its decode slot. False: they are the same object as before.
+
+        The sequence is never changed in place.
+        """
         if running is self._of:
             return False
         self.store_times()
@@ -73,7 +77,8 @@ class RunningSet:
     def to_look_at(self, accepted: Accepted, end: Int32[np.ndarray, "slots"]) -> Bool[np.ndarray, "slots"] | None:
         """Live slots whose request ends with this step, or needs more than its tokens passed on; None if all go on.
 
-        `end` is what the device says: 0 for a slot that goes on.
+        `end` is what the device says: 0 for a slot that goes on, else a sum of flags. A live slot without a token is
+        one whose step has failed.
         """
         if accepted.is_whole and not (self._any_looks or end.any() or accepted.is_at_limit.any()):
             return None

@@ -32,7 +32,8 @@ class Check:
 
     Takes a folder with a config.json, of which nothing else is read, or the name of a preset. Every op runs its GPU
     kernel, weights are packed as released. Exit status 1, with the reason, if a program does not compile, does not
-    fit into a device's memory, lacks a kernel or has one that spills. The last line is JSON; bytes are per device.
+    fit into a device's memory, lacks the kernel of an op or has one that spills. The last line is JSON; bytes are per
+    device.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")] = ""  # folder with a config.json
@@ -40,29 +41,34 @@ class Check:
     target: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(TARGETS) + "}")] = "H200"  # GPU
     devices: int = 8  # GPUs of the role's mesh, 1 to 8 or a multiple of 8
     role: Literal["decode", "prefill"] = "decode"  # whose programs
-    slots: int | None = None  # requests decoded together, over all devices; None: 64 per device
+    slots: int | None = None  # decode: requests decoded together, over all devices; None: 64 per device
     max_model_len: int = 131072  # tokens of the longest request
     pages: int | None = None  # of each device's pool; None: for all slots (decode), for four requests (prefill)
     page_size: int = EngineConfig.page_size  # tokens
-    chunk_rows: int = _ROWS_PER_DEVICE  # tokens of a prompt in one prefill step of a device
-    decode_steps: int = 1  # tokens that one decode dispatch draws
-    replay_tail: Literal["bounded", "full"] = "bounded"  # rows of the later layers in a prefill: one window, or all
+    chunk_rows: int = _ROWS_PER_DEVICE  # prefill: tokens of a prompt in one step of a device
+    decode_steps: int = 1  # decode: tokens that one dispatch draws
+    replay_tail: Literal["bounded", "full"] = "bounded"  # prefill: rows of the later layers, one window or all
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
             raise ConfigError(f"preset={self.preset!r} is unknown; use one of {', '.join(PRESETS)}")
         if (self.preset is None) == (not self.model):
-            raise ConfigError("give either a folder DIR with a config.json, or --preset NAME")
+            raise ConfigError("give either a folder DIR with a config.json, or --preset NAME, and not both")
         if self.target not in TARGETS:
             raise ConfigError(f"target={self.target!r} is unknown; use one of {', '.join(TARGETS)}")
         for name in ("devices", "chunk_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; use 1 or more")
+        if self.slots is not None and (self.slots < 1 or self.slots % self.devices):
+            use = max(1, -(-self.slots // self.devices)) * self.devices
+            raise ConfigError(f"slots={self.slots} must be a multiple of devices={self.devices}; use {use}")
+        if self.pages is not None and self.pages < 2:
+            raise ConfigError(f"pages={self.pages} must be at least 2, one of which is nobody's")
 
     def run(self) -> int:
         model = ModelConfig.from_dir(self.model) if self.preset is None else PRESETS[self.preset]
         config = self.engine_config()
-        os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is taken from the plugin; no device is to be
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin is only to compile
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA finds a compile of minutes alarming
         from rich.console import Console
 

@@ -101,7 +101,8 @@ def markdown(reports: Sequence[Mapping[str, Any]], swaps: Sequence[Swap]) -> str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m widemesh.tools.kernel_report", description=__doc__.splitlines()[2])
+    about = __doc__.split("\n\n")[1]
+    parser = argparse.ArgumentParser(prog="python -m widemesh.tools.kernel_report", description=about)
     parser.add_argument(
         "--op", action="append", default=[], help="only this op, or one case of it as OP/CASE; may be given again"
     )

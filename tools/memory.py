@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -39,6 +39,7 @@ class Memory:
     """
 
     engine: tyro.conf.OmitArgPrefixes[PlannedEngine]
+    platform: Literal["cpu", "gpu"] = "cpu"  # what the numerics `serving` stand for
     preset: Annotated[str | None, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = None  # sizes instead of DIR's
 
     def __post_init__(self) -> None:
@@ -54,8 +55,9 @@ class Memory:
 
         from widemesh.serving.memory_plan import plan_memory
 
-        plan = plan_memory(model, self.engine)
-        Console().print(_table(plan, f"{self.preset or self.engine.model}, {self.engine.numerics}"))
+        plan = plan_memory(model, self.engine, self.platform)
+        title = f"{self.preset or self.engine.model}, {self.engine.numerics} on a {self.platform.upper()}"
+        Console().print(_table(plan, title))
         print(json.dumps(plan.to_json()))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from widemesh.model.presets import FLASH
 from widemesh.pallas_kernels.gpu.facts import Calls, Compiled, KernelFacts, MemoryUse
 from widemesh.pallas_kernels.gpu.targets import TARGETS
-from widemesh.serving.ahead import OPS, StepCheck
+from widemesh.serving.ahead import OPS, StepCheck, ops_of
 from widemesh.tools.check import Check
 from widemesh.tools.cli import main
 
@@ -18,7 +21,9 @@ from widemesh.tools.cli import main
         (["--preset", "none"], "preset='none' is unknown; use one of flash, "),
         (["--preset", "flash", "--target", "A100"], "target='A100' is unknown; use one of H100, H200, B200, B300"),
         (["--preset", "flash", "--devices", "0"], "devices=0 must be at least 1"),
-        (["--preset", "flash", "--slots", "13"], "max_num_seqs=13 must be a multiple of decode_devices=8; use 16"),
+        (["--preset", "flash", "--slots", "13"], "slots=13 must be a multiple of devices=8; use 16"),
+        (["--preset", "flash", "--pages", "-5"], "pages=-5 must be at least 2"),
+        (["--preset", "flash", "tiny"], "give either a folder DIR with a config.json, or --preset NAME, and not both"),
         (["--preset", "flash", "--page-size", "7"], "page_size=7 must hold whole groups of every compress ratio"),
     ],
 )  # fmt: skip
@@ -48,8 +53,9 @@ def compiled(*, argument_bytes: int = 100, spill_bytes: int = 0, ops: tuple[str,
 
 def check(errors: dict[str, str] | None = None, **programs: Compiled) -> StepCheck:
     return StepCheck(
-        role="prefill", target=TARGETS["H200"], devices=8, programs=programs, errors=errors or {}, seconds=2.0
-    )
+        role="prefill", target=TARGETS["H200"], devices=8, programs=programs, errors=errors or {}, seconds=2.0,
+        expected=dict.fromkeys(programs, OPS),
+    )  # fmt: skip
 
 
 def test_a_program_that_is_right():
@@ -66,7 +72,8 @@ def test_a_program_that_is_right():
         (check({"tail": "ValueError: no"}, encode=compiled()), "tail does not compile: ValueError: no"),
         (check(encode=compiled(argument_bytes=10**12)), "1000000000015 bytes are needed of the 150000000000 of a H200"),
         (check(encode=compiled(spill_bytes=8)), "kernels spill 8 bytes of registers"),
-        (check(encode=compiled(ops=OPS[1:])), "no kernel of sparse_attention is in the program"),
+        (check(encode=compiled(ops=OPS[1:])), "encode has no kernel of sparse_attention"),
+        (check(encode=compiled(), tail=compiled(ops=OPS[:-1])), "tail has no kernel of engram_gate"),
     ],
 )  # fmt: skip
 def test_what_makes_it_fail(found, reason):
@@ -76,3 +83,10 @@ def test_what_makes_it_fail(found, reason):
 def test_nothing_that_compiles_does_not_fit():
     found = check({"decode": "RuntimeError: gone"})
     assert not found.fits and not found.compiled and len(found.reasons()) == 1
+
+
+def test_which_ops_a_program_has():
+    assert ops_of(FLASH, "decode") == ops_of(FLASH, "prefill") == ops_of(FLASH, "encode") == OPS
+    assert ops_of(FLASH, "tail") == ("sparse_attention", "select_entries", "grouped_moe", "mhc")
+    plain = dataclasses.replace(FLASH, engram_layer_ids=(), engram_num_embeddings=())
+    assert ops_of(plain, "decode") == OPS[:-1]

@@ -92,3 +92,11 @@ def test_help_says_the_short_names_without_importing_jax():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--slots INT, --max-num-seqs INT" in done.stdout and "--pages" in done.stdout
+
+
+def test_packed_weights_on_gpus(shown):
+    sizes = ("--preset", "flash", "--numerics", "serving", "--prefill-devices", 8, "--decode-devices", 8)
+    table, numbers = shown(*sizes, "--platform", "gpu")
+    config = EngineConfig(numerics="serving", prefill_devices=8, decode_devices=8)
+    assert numbers == plan_memory(FLASH, config, "gpu").to_json() and "serving on a GPU" in table
+    assert 6 * numbers["per_rank"]["decode"]["parameters"] < shown(*sizes)[1]["per_rank"]["decode"]["parameters"]

@@ -26,7 +26,7 @@ class Replay:
     tokens: int = 2048  # of the prompt
     chunk: int = 256  # rows of a step
     repeat: int = 5  # prefills of each kind, taken in turn
-    numerics: str = "kvq"  # plain, kvq, w8a8 or reference
+    numerics: str = "kvq"  # plain, kvq, w8a8, reference or serving
 
     def __post_init__(self) -> None:
         if self.preset not in TINY_PRESETS:
