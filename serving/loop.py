@@ -221,6 +221,7 @@ class EngineLoop:
             self.weights_version += 1
             update.version = self.weights_version
             self._updates.popleft()
+            self._send()  # those that were aborted for it know before it is over
             update.is_over.set()
 
     def _dispatch(self, plan: StepPlan[Request]) -> None:
