@@ -218,6 +218,7 @@ class EngineLoop:
                 return
             self._device.prefill.parameters, self._device.decode.parameters = update.prefill, update.decode
             self._scheduler.flush_prefix_cache()
+            self._reported_requests = -1  # cached pages have become free
             self.weights_version += 1
             update.version = self.weights_version
             self._updates.popleft()
@@ -394,10 +395,10 @@ class EngineLoop:
 
 def _pages(pools: list[PagePool]) -> PageCounts:
     """The pages of a mesh."""
-    usable = free = cached = 0
-    for pool in pools:
-        usable, free, cached = usable + pool.num_usable, free + pool.num_free, cached + pool.num_cached
-    return PageCounts(used=usable - free - cached, cached=cached, free=free)
+    return PageCounts(
+        used=sum(pool.num_used for pool in pools), cached=sum(pool.num_cached for pool in pools),
+        free=sum(pool.num_free for pool in pools),
+    )  # fmt: skip
 
 
 def _logprobs(step: RowLogprobs | None, slot: int, count: int, asked: int | None) -> TokenLogprobs | None:

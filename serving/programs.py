@@ -44,7 +44,7 @@ class Sampled:
     """Result of a decode step of k rows, one after the other."""
 
     # k tokens, how many of them the slot has drawn, and its end: the sum of `ENDED` and `NOT_FINITE`, or 0 if it goes
-    # on. One array, because each that the host reads costs it 10 us or more.
+    # on. One array, because each that the host reads costs it a transfer of its own.
     packed: Int32[Array, "B k+2"]
     logprobs: RowLogprobs  # [B, k, ...]; of slots that asked for them
 
