@@ -7,13 +7,15 @@ accounts are checked after every turn of the engine's loop, and nothing may comp
     reference = run(engine_a, Workload.draw(seed, operations))
     compare(reference, run(engine_b, the same workload))
 
-compares token by token: a request that was aborted must hold a beginning of the other's tokens.
+compares token by token: a request that was aborted must hold a beginning of the other's tokens. Tokens may part only
+where the model itself was about to choose otherwise (`near_ties`), and only for few requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,10 @@ import numpy as np
 from widemesh.serving import Engine, FinishReason, SamplingParams
 from widemesh.serving.loop import EngineLoop
 from widemesh.serving.scheduling import ScheduledRequest
+
+# Sums in another order move router and index scores by 1e-6 at most; about one pair of 300 requests has such a tie.
+_TIE = 1e-5
+_MOST_TIES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,20 +200,28 @@ async def _run(engine: Engine, workload: Workload) -> dict[str, Outcome]:
     return outcomes
 
 
-def compare(workload: Workload, first: dict[str, Outcome], second: dict[str, Outcome]) -> int:
-    """Assert equal tokens; returns how many tokens were compared."""
-    compared = 0
+def compare(
+    workload: Workload, first: dict[str, Outcome], second: dict[str, Outcome],
+    closest_choice: Callable[[np.ndarray], Any],
+) -> int:
+    """Assert equal tokens; returns how many tokens were compared. `closest_choice` judges where they part."""
+    compared = ties = 0
     for operation in workload.operations:
         if not isinstance(operation, Submit):
             continue
         own, other = first[operation.name], second[operation.name]
         said = f"{operation.name} of seed {workload.seed}: {operation.sampling}, prompt of {len(operation.prompt)}"
-        if FinishReason.ABORT in (own.reason, other.reason):
-            count = min(len(own.tokens), len(other.tokens))
-            assert own.tokens[:count] == other.tokens[:count], said
-        else:
-            count = len(own.tokens)
-            assert (own.tokens, own.reason) == (other.tokens, other.reason), said
         assert FinishReason.ERROR not in (own.reason, other.reason), said
-        compared += count
+        is_aborted = FinishReason.ABORT in (own.reason, other.reason)
+        pairs = zip(own.tokens, other.tokens, strict=False)
+        parted = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
+        if parted is None and len(own.tokens) != len(other.tokens) and not is_aborted:
+            parted = min(len(own.tokens), len(other.tokens))
+        if parted is not None:
+            choice = closest_choice(np.concatenate([operation.prompt, own.tokens[:parted]]))
+            ties += 1
+            assert choice.margin < _TIE and ties <= _MOST_TIES, f"{said}: {own} {other}; closest: {choice}"
+        else:
+            assert is_aborted or own.reason == other.reason, said
+        compared += min(len(own.tokens), len(other.tokens)) if parted is None else parted
     return compared

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from widemesh.serving import Engine, EngineConfig, loop
+from widemesh.model.forward import ForwardModel
+from widemesh.model.numerics import numerics_named
+from widemesh.serving import Engine, EngineConfig, FinishReason, loop
 from widemesh.tools.init_tiny import write_tiny
 
 
-def _harness():
-    """The module beside this file; tests are imported without a path of their own."""
-    spec = importlib.util.spec_from_file_location("widemesh_test_invariance", Path(__file__).parent / "invariance.py")
+def _beside(name: str):
+    """A module beside this file; tests are imported without a path of their own."""
+    spec = importlib.util.spec_from_file_location(f"widemesh_test_{name}", Path(__file__).parent / f"{name}.py")
     module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     return module
 
 
-harness = _harness()
+harness, near_ties = _beside("invariance"), _beside("near_ties")
 
 OPERATIONS = 500
 FIXED_SEED = 20
@@ -65,15 +69,43 @@ def reference(folder: Path, workloads: list) -> Iterator[list]:
         yield [harness.run(engine, workload) for workload in workloads]
 
 
+@pytest.fixture(scope="module")
+def closest_choice(folder: Path) -> Callable:
+    return functools.partial(near_ties.closest_choice, ForwardModel.load(folder, numerics_named("plain", "cpu")))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_same_tokens(folder: Path, workloads: list, reference: list, name: str, monkeypatch) -> None:
+def test_same_tokens(
+    folder: Path, workloads: list, reference: list, closest_choice: Callable, name: str, monkeypatch
+) -> None:
     if name == "no overlap":
         monkeypatch.setattr(loop, "_STEPS_IN_FLIGHT", 1)
     with Engine(EngineConfig(model=str(folder), **BASE | VARIANTS[name])) as engine:
         for workload, wanted in zip(workloads, reference, strict=True):
-            compared = harness.compare(workload, wanted, harness.run(engine, workload))
+            compared = harness.compare(workload, wanted, harness.run(engine, workload), closest_choice)
             assert compared > OPERATIONS // 4
         scheduler = engine._loop._scheduler
         if "preemptions" in name:
             assert scheduler.num_preemptions > 0
         assert scheduler.prefill.hit_tokens > 0
+
+
+def test_a_wrong_token_is_found(workloads: list, reference: list, closest_choice: Callable) -> None:
+    workload, outcomes = workloads[0], reference[0]  # the fixed one: whether a tie hides the change is known
+    changed = copy.deepcopy(outcomes)
+    name = next(name for name, one in changed.items() if one.reason is FinishReason.LENGTH and len(one.tokens) > 3)
+    changed[name].tokens[2] += 1
+    with pytest.raises(AssertionError, match=rf"^{name} of seed .*closest: Choice\("):
+        harness.compare(workload, outcomes, changed, closest_choice)
+    changed = copy.deepcopy(outcomes)
+    changed[name].tokens.pop()
+    with pytest.raises(AssertionError, match=f"^{name} of seed "):
+        harness.compare(workload, outcomes, changed, closest_choice)
+
+
+def test_a_near_tie_is_found(closest_choice: Callable) -> None:
+    """A list on which one slot and four chose different experts in the last row; without that row there is no tie."""
+    prompt = [26, 9, 88, 26, 28, 102, 63, 83, 86, 4, 6, 50, 45, 11, 117, 105, 43, 86, 48, 65, 86, 45, 77, 125, 104]
+    choice = closest_choice(prompt)
+    assert (choice.name, choice.row) == ("layers.2.ffn.router_logits", 24) and choice.margin < 2e-6
+    assert closest_choice(prompt[:-1]).margin > 1e-3
