@@ -80,7 +80,7 @@ class RunningSet:
         `end` is what the device says: 0 for a slot that goes on, else a sum of flags. A live slot without a token is
         one whose step has failed.
         """
-        if accepted.is_whole and not (self._any_looks or end.any() or accepted.is_at_limit.any()):
+        if accepted.is_plain and not (self._any_looks or np.count_nonzero(end)):
             return None
         return (self._always_looks | (end > 0) | accepted.is_at_limit | (accepted.counts == 0)) & accepted.is_live
 

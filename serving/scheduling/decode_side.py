@@ -12,6 +12,7 @@ from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.output_log import OutputLog
 from widemesh.serving.scheduling.page_pool import PagePool
 from widemesh.serving.scheduling.plan import Accepted, DecodePlan, PageWrites
+from widemesh.serving.scheduling.progress import Progress
 from widemesh.serving.scheduling.request import ScheduledRequest
 
 _AHEAD = 4  # a slot that comes within this part of a page of its last page's end may get the next one
@@ -38,14 +39,16 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._before_output = np.zeros(slots, np.int64)  # tokens that it has computed before it has any output
         self._spare_plans = 0  # for which no slot can need a page
         self._log = OutputLog(slots, config.decode_rows)
-        self._computed = np.zeros(slots, np.int64)  # settled
-        self._in_flight = np.zeros(slots, np.int64)  # steps
+        self._progress = Progress(slots)
         self._is_running = np.zeros(slots, bool)
         self._epoch = np.full(slots, -1, np.int64)
         self._running: list[RequestT] | None = None  # made when it is asked for
         self._generation = 0  # as in a plan
         self._last_plan: DecodePlan | None = None
         self._same_plans = 0  # that are certain to be as the last one, unless the generation changes or a slot is held
+        self._calm_results = 0  # of the last plan that cannot bring anybody to a limit
+        self._outputs_then = np.zeros(slots, np.int64)  # as in what is accepted
+        self._nobody = np.zeros(slots, bool)
 
     def running(self) -> list[RequestT]:
         """Requests that decode, by slot. The same object until somebody joins or leaves; never changed."""
@@ -91,8 +94,8 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self._most_pages[slot] = self._config.pages_of(request.most_tokens - 2 + self._config.decode_rows)
         self._limit[slot] = request.most_tokens - 1
         self._before_output[slot] = len(request.prompt) - 1
-        self._computed[slot] = request.prefill_tokens
-        self._in_flight[slot] = 0
+        self._progress.computed[slot] = request.prefill_tokens
+        self._progress.in_flight[slot] = 0
         self._epoch[slot] = request.epoch
         self._load[rank] += 1
         self.num_free_slots -= 1
@@ -155,14 +158,14 @@ class DecodeSide[RequestT: ScheduledRequest]:
 
     def _tokens_after(self, ahead: int) -> Int64[np.ndarray, "slots"]:
         """Tokens that each slot has room for once the next plan has run, and so many more; no more than it can need."""
-        rows = self._config.decode_rows
-        return np.minimum(self._computed + (self._in_flight + 1) * rows + ahead, self._limit + rows - 1)
+        rows, computed, in_flight = self._config.decode_rows, self._progress.computed, self._progress.in_flight
+        return np.minimum(computed + (in_flight + 1) * rows + ahead, self._limit + rows - 1)
 
     def _plans_without_need(self) -> int:
         """How many plans after the next one no slot can need a page for, unless somebody joins."""
         rows, room = self._config.decode_rows, self._held * self._config.page_size
         grows = self._is_running & (room < self._limit + rows - 1)
-        left = (room - self._computed - (self._in_flight + 1) * rows)[grows]
+        left = (room - self._progress.computed - (self._progress.in_flight + 1) * rows)[grows]
         return max(0, int(left.min()) // rows) if len(left) else _MANY_PLANS
 
     def plan(self, hold: Bool[np.ndarray, "slots"] | None) -> DecodePlan | None:
@@ -173,40 +176,63 @@ class DecodeSide[RequestT: ScheduledRequest]:
         last = self._last_plan
         if last is not None and hold is None and self._same_plans > 0 and last.generation == self._generation:
             self._same_plans -= 1
-            self._in_flight += last.is_active
+            self._progress.plan(last.is_active)
             return last
         is_active = self._will_run(hold)
         if not is_active.any():
             return None
-        left = (self._limit - self._computed - self._in_flight)[is_active]
+        left = (self._limit - self._progress.computed - self._progress.in_flight)[is_active]
         self._same_plans = (int(left.min()) - 1) // self._config.decode_rows if hold is None else 0
-        self._in_flight += is_active
-        self._last_plan = DecodePlan(is_active=is_active, epochs=self._epoch.copy(), generation=self._generation)
+        self._calm_results = self._same_plans
+        self._progress.plan(is_active)
+        self._last_plan = DecodePlan(
+            is_active=is_active, epochs=self._epoch.copy(), generation=self._generation,
+            is_everybody=np.count_nonzero(is_active) == len(self.running()),
+            one_each=is_active.astype(np.int32).tobytes(),
+        )  # fmt: skip
         return self._last_plan
 
     def apply(
         self, plan: DecodePlan, tokens: Int32[np.ndarray, "slots rows"], counts: Int32[np.ndarray, "slots"]
     ) -> Accepted:
-        """Take in a step's accepted tokens; those of requests that have left their slot since are dropped."""
-        is_same = plan.generation == self._generation
+        """Take in a step's accepted tokens; those of requests that have left their slot since are dropped.
+
+        The arrays must not be written to again.
+        """
+        if self._log.is_full:
+            self._read_log()
+        is_same, is_single = plan.generation == self._generation, False
+        if is_same and self._config.decode_rows == 1:
+            is_single = counts.tobytes() == plan.one_each  # a third of what == and all() take
+        if is_single and self._calm_results > 0 and plan is self._last_plan:  # as in most steps
+            self._calm_results -= 1
+            steps = self._progress.settle(plan.is_active)
+            if steps == 1:
+                self._outputs_then = self._progress.computed_then - self._before_output
+            self._log.add(tokens, counts)
+            return Accepted(
+                is_live=plan.is_active, tokens=tokens, counts=counts, outputs_then=self._outputs_then,
+                steps_since=steps, is_at_limit=self._nobody, is_plain=plan.is_everybody,
+            )  # fmt: skip
+        computed = self._progress.computed
         is_live = plan.is_active if is_same else plan.is_active & (self._epoch == plan.epochs)
-        self._in_flight -= is_live
-        is_single = is_same and self._config.decode_rows == 1 and bool((counts == is_live).all())
+        self._progress.in_flight[:] -= is_live
         # A request has computed all tokens that it knows but the newest, so what is left of its output is this much.
         # One row at a time is never planned past it.
-        taken = counts if is_single else np.minimum(counts, self._limit - self._computed) * is_live
-        self._computed += taken
-        if self._log.is_full:
-            for request in self.slots:
-                if request is not None:
-                    _ = request.output
-            self._log.clear()
+        taken = counts if is_single else np.minimum(counts, self._limit - computed) * is_live
+        computed += taken
         self._log.add(tokens, taken)
+        is_at_limit = computed >= self._limit
         return Accepted(
-            is_live=is_live, tokens=tokens, counts=taken, outputs=self._computed - self._before_output,
-            is_at_limit=self._computed >= self._limit,
-            is_whole=is_single and np.count_nonzero(is_live) == len(self.running()),
+            is_live=is_live, tokens=tokens, counts=taken, outputs_then=computed - self._before_output,
+            is_at_limit=is_at_limit, is_plain=is_single and plan.is_everybody and not (is_at_limit & is_live).any(),
         )  # fmt: skip
+
+    def _read_log(self) -> None:
+        for request in self.slots:
+            if request is not None:
+                _ = request.output
+        self._log.clear()
 
     def leave(self, request: RequestT) -> None:
         """Take back slot and pages."""
@@ -215,7 +241,8 @@ class DecodeSide[RequestT: ScheduledRequest]:
         request.unread = None
         self.pools[rank].release(self._table[slot, : self._held[slot]].copy())
         self.slots[slot] = None
-        self._held[slot] = self._most_pages[slot] = self._in_flight[slot] = self._computed[slot] = self._limit[slot] = 0
+        self._held[slot] = self._most_pages[slot] = self._limit[slot] = 0
+        self._progress.in_flight[slot] = self._progress.computed[slot] = 0
         self._is_running[slot] = False
         self._running = None
         self._generation += 1
@@ -225,7 +252,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
         request.decode_slot = -1
 
     def _will_run(self, hold: Bool[np.ndarray, "slots"] | None) -> Bool[np.ndarray, "slots"]:
-        runs = self._is_running & (self._computed + self._in_flight < self._limit)
+        runs = self._is_running & (self._progress.computed + self._progress.in_flight < self._limit)
         return runs if hold is None else runs & ~hold
 
     def _on(self, rank: int) -> slice:
@@ -243,6 +270,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
+        computed, in_flight = self._progress.computed, self._progress.in_flight
         for rank, pool in enumerate(self.pools):
             pool.check()
             mine = range(*self._on(rank).indices(len(self.slots)))
@@ -253,12 +281,12 @@ class DecodeSide[RequestT: ScheduledRequest]:
         for slot, request in enumerate(self.slots):
             if request is None:
                 assert self._held[slot] == 0 and not self._is_running[slot] and self._epoch[slot] == -1
-                assert self._in_flight[slot] == 0
+                assert in_flight[slot] == 0
             else:
                 assert request.decode_slot == slot and request.epoch == self._epoch[slot] >= 0
                 assert 0 < self._held[slot] <= self._most_pages[slot]
-                assert self._computed[slot] == request.num_tokens - 1
-                least = int(self._computed[slot] + self._in_flight[slot])
+                assert computed[slot] == request.num_tokens - 1
+                least = int(computed[slot] + in_flight[slot])
                 # Accepted drafts may bring a slot to its limit while more steps than it needs are in flight.
                 assert least <= self._limit[slot] or self._config.decode_rows > 1
                 assert self._config.pages_of(min(least, int(self._limit[slot]))) <= self._held[slot]

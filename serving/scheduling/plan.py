@@ -87,6 +87,8 @@ class DecodePlan:
     is_active: Bool[np.ndarray, "slots"]
     epochs: Int64[np.ndarray, "slots"]
     generation: int  # changes when a request comes into a slot, joins or leaves
+    is_everybody: bool  # who decodes in this generation
+    one_each: bytes  # of int32 counts that give each active slot one token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,15 @@ class Accepted:
     is_live: Bool[np.ndarray, "slots"]  # of the requests that ran and still are where they were
     tokens: Int32[np.ndarray, "slots rows"]
     counts: Int64[np.ndarray, "slots"]  # tokens that were accepted, the first of the row; 0 where not live
-    outputs: Int64[np.ndarray, "slots"]  # tokens of output that each live request has now
+    outputs_then: Int64[np.ndarray, "slots"]  # tokens of output that each live request had ...
+    steps_since: int = 0  # ... so many steps of one token each ago, this one included
     is_at_limit: Bool[np.ndarray, "slots"]  # they are as many as it may have
-    is_whole: bool = False  # everybody who decodes was in the step and has got one token
+    is_plain: bool = False  # everybody who decodes was in the step, has got one token and may have more
+
+    @property
+    def outputs(self) -> Int64[np.ndarray, "slots"]:
+        """Tokens of output that each live request has now."""
+        return self.outputs_then + self.steps_since
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

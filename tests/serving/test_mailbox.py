@@ -63,7 +63,7 @@ def test_a_step_is_one_letter_for_many_requests(got):
     requests = tuple(letter(got, name, []).request for name in "ab")
     accepted = Accepted(
         is_live=np.ones(4, bool), tokens=np.arange(8, dtype=np.int32).reshape(4, 2), counts=np.array([1, 2, 2, 1]),
-        outputs=np.array([11, 12, 13, 14]), is_at_limit=np.zeros(4, bool),
+        outputs_then=np.array([8, 9, 10, 11]), steps_since=3, is_at_limit=np.zeros(4, bool),
     )  # fmt: skip
     step = StepLetter(requests, np.array([3, 1]), (4, 0), accepted, 2)
     mailbox = on_the_spot()

@@ -30,7 +30,7 @@ def accepted(live: list[int], *, counts: dict[int, int] | None = None, at_limit:
     count = np.array([(counts or {}).get(slot, 1) for slot in range(SLOTS)]) * is_live
     return Accepted(
         is_live=is_live, tokens=np.arange(2 * SLOTS, dtype=np.int32).reshape(SLOTS, 2), counts=count,
-        outputs=np.arange(SLOTS) + 100, is_at_limit=np.isin(np.arange(SLOTS), at_limit),
+        outputs_then=np.arange(SLOTS) + 100, is_at_limit=np.isin(np.arange(SLOTS), at_limit),
     )  # fmt: skip
 
 
