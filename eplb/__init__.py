@@ -1,5 +1,44 @@
-"""Placement of experts on physical slots."""
+"""Placement of experts on physical slots: what load is recorded, where experts should lie, and how they get there."""
 
-from widemesh.eplb.placement import initial_slot_owner
+from widemesh.eplb.balance import balancedness, expected_slot_load, fold_slots, rank_loads
+from widemesh.eplb.config import EplbConfig
+from widemesh.eplb.feasibility import Advice, advise_redundancy, feasible_balancedness
+from widemesh.eplb.layout import ExpertLayout
+from widemesh.eplb.maps import ExpertMaps, build_maps, choose_slot
+from widemesh.eplb.migration import LayerMigration, MigrationPlan, TransferSlice, plan_migration
+from widemesh.eplb.placement import check_placement, initial_placement, initial_slot_owner, placement_hash
+from widemesh.eplb.placement_file import dump_placement, parse_placement, read_placement
+from widemesh.eplb.policy import plan_placement
+from widemesh.eplb.rebalance import Rebalance, plan_rebalance
+from widemesh.eplb.window import LoadWindow, StepRecord
 
-__all__ = ["initial_slot_owner"]
+__all__ = [
+    "Advice",
+    "EplbConfig",
+    "ExpertLayout",
+    "ExpertMaps",
+    "LayerMigration",
+    "LoadWindow",
+    "MigrationPlan",
+    "Rebalance",
+    "StepRecord",
+    "TransferSlice",
+    "advise_redundancy",
+    "balancedness",
+    "build_maps",
+    "check_placement",
+    "choose_slot",
+    "dump_placement",
+    "expected_slot_load",
+    "feasible_balancedness",
+    "fold_slots",
+    "initial_placement",
+    "initial_slot_owner",
+    "parse_placement",
+    "placement_hash",
+    "plan_migration",
+    "plan_placement",
+    "plan_rebalance",
+    "rank_loads",
+    "read_placement",
+]

@@ -1,0 +1,43 @@
+"""The picture of `widemesh bench eplb`: rank loads per layer, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from widemesh.model.config import ConfigError
+
+if TYPE_CHECKING:
+    from widemesh.tools.bench.eplb_loads import Measured
+
+_MOST = 2.0  # times the mean load, from where on the colour stays the same
+
+
+def check_plotting(path: Path) -> None:
+    """Raises ConfigError if no picture can be drawn into this file, before there is anything to draw."""
+    if path.suffix != ".png":
+        raise ConfigError(f"plot={str(path)!r} must end in .png; use {str(path.with_suffix('.png'))!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError(f"plot={str(path)!r} needs matplotlib; pip install 'widemesh[plots]'") from None
+
+
+def plot_rank_loads(path: Path, pairs: Sequence[tuple[str, Measured, Measured]]) -> None:
+    """A row of two heat maps, layers by ranks, for each (title, before, after)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4 * len(pairs)), layout="constrained")
+    axes = figure.subplots(len(pairs), 2, squeeze=False, sharey="row")
+    for row, (title, *both) in zip(axes, pairs, strict=True):
+        for ax, when, one in zip(row, ("before", "after"), both, strict=True):
+            image = ax.imshow(np.asarray(one.rank_share), vmin=0, vmax=_MOST, cmap="RdBu_r", aspect="auto",
+                              interpolation="nearest")  # fmt: skip
+            ax.set_title(f"{title}\n{when}: balancedness {one.balancedness:.3f}")
+            ax.set_xlabel("rank")
+        row[0].set_ylabel("layer")
+        figure.colorbar(image, ax=row, label="load / mean load of the layer", extend="max")
+    figure.savefig(path, dpi=120)
