@@ -1,0 +1,80 @@
+"""A rank that is gone, stuck or has failed is known to all in time, whatever their engines do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sharding.ticket import lifeline_ranks as ranks
+from tests.sharding.ticket.launch import run
+from widemesh.sharding.ticket import Field, Lifeline, LocalTicket, TicketSchema
+
+TIMEOUT_S = 1.0
+
+
+def watch(size: int, culprit: int, act: str, engine: str = "rests", watch_s: float = 4.0):
+    """What the others, by rank, and the culprit heard and raised."""
+    timeout_s = TIMEOUT_S if act.startswith("stop") else 4 * TIMEOUT_S
+    options = {"culprit": culprit, "act": act, "engine": engine, "watch_s": watch_s, "timeout_s": timeout_s}
+    results = run(ranks.watch, size, **options)
+    return {rank: result for rank, result in enumerate(results) if rank != culprit}, results[culprit]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_killed_rank_is_known_to_all_at_once_at_rest(culprit):
+    others, _ = watch(4, culprit, "die")
+    for rank, result in others.items():
+        if rank % 2:  # in the ticket's sleep, which hears it on its own connections
+            error, gone, after_s = result["raised"]
+            assert (error, gone) == ("TicketLost", culprit) and after_s < 2
+        else:
+            ((gone, reason, after_s),) = result["heard"]
+            assert gone == culprit and reason == f"rank {culprit} is gone: its connection was closed" and after_s < 2
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_killed_rank_is_known_to_all_at_once_in_an_exchange(culprit):
+    for result in watch(4, culprit, "die", "waits")[0].values():
+        error, gone, after_s = result["raised"]
+        assert (error, gone) == ("TicketLost", culprit) and after_s < 2
+
+
+@pytest.mark.parametrize("engine", ["rests", "waits"])
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_stuck_rank_is_known_to_all_within_the_timeout(culprit, engine):
+    others, _ = watch(4, culprit, "stop", engine)
+    for rank, result in others.items():
+        ((stuck, reason, after_s),) = result["heard"]
+        assert stuck == culprit and reason == f"rank {culprit} gave no sign of life for 1 s"
+        assert 0.2 < after_s < TIMEOUT_S + 1.5
+        if engine == "waits" or rank % 2:
+            error, stuck, after_s = result["raised"]
+            assert (error, stuck) == ("TicketLost", culprit) and after_s < TIMEOUT_S + 1.5
+
+
+def test_a_rank_given_up_hears_so_when_it_goes_on():
+    others, culprit = watch(3, 1, "stop and go on")
+    for result in [*others.values(), culprit]:
+        assert [of[:2] for of in result["heard"]] == [[1, "rank 1 gave no sign of life for 1 s"]]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_failure_is_told_to_all_with_its_reason(culprit):
+    others, itself = watch(4, culprit, "fail", watch_s=1.5)
+    assert itself["heard"] == []
+    for rank, result in others.items():
+        ((failed, reason, after_s),) = result["heard"]
+        assert (failed, reason) == (culprit, "out of memory on GPU 3") and after_s < 2
+        if rank % 2:
+            assert result["raised"][:2] == ["TicketLost", culprit]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_to_leave_is_no_failure(culprit):
+    others, itself = watch(4, culprit, "leave", watch_s=1.6)
+    assert {str(result) for result in [*others.values(), itself]} == {str({"heard": [], "raised": None})}
+
+
+def test_one_rank_alone_has_nobody_to_watch():
+    lifeline = Lifeline(LocalTicket(TicketSchema((Field("a", "max"),))), lambda *_: pytest.fail("called"))
+    lifeline.fail("no peers")
+    lifeline.close()
