@@ -24,7 +24,11 @@ from widemesh.model.step import StepContext
 
 
 class Attention(nnx.Module):
-    """One layer's attention; its role says what it owns and reads."""
+    """One layer's attention; its role says what it owns and reads.
+
+    Queries, sinks and the output projection may be those of some heads only, whole output groups of them; the number
+    is read off the matrices. Keys belong to all heads and are whole.
+    """
 
     def __init__(self, config: ModelConfig, role: LayerRole):
         self.config, self.role = config, role
@@ -72,7 +76,7 @@ class Attention(nnx.Module):
         """Output of the sublayer for rows whose keys `write` has made, and the shared state with their selection."""
         config, num = self.config, step.numerics
         q_latent = self.q_norm(self.wq_a(x, num), num)
-        q = self.wq_b(q_latent, num).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
+        q = self.wq_b(q_latent, num).reshape(*x.shape[:2], -1, config.head_dim)
         q = num.round(rotate(q, step.rows.positions, self.rope(step)))
         if self.role.owns_index:
             shared = self.indexer(x, q_latent, shared, step)
@@ -91,10 +95,11 @@ class Attention(nnx.Module):
 
     def project(self, o: Float[Array, "B S N H"], step: StepContext) -> Float[Array, "B S D"]:
         """Undo the rotation at the query's position, then the grouped low-rank output projection."""
-        num, groups = step.numerics, self.config.o_groups
+        num, rank = step.numerics, self.config.o_lora_rank
         o = num.round(rotate(o, step.rows.positions, self.rope(step), inverse=True))
-        o = o.reshape(*o.shape[:2], groups, -1)
-        wo_a = matrix(self.wo_a.weight).astype(o.dtype).reshape(groups, self.config.o_lora_rank, -1)
+        wo_a = matrix(self.wo_a.weight).astype(o.dtype)
+        wo_a = wo_a.reshape(wo_a.shape[0] // rank, rank, -1)
+        o = o.reshape(*o.shape[:2], wo_a.shape[0], -1)
         latent = jnp.einsum("bsgk,gok->gbso", o, wo_a, preferred_element_type=jnp.float32)
         latent = jnp.moveaxis(latent, 0, 2)
-        return self.wo_b(num.round(latent).reshape(*o.shape[:2], -1), num)
+        return self.wo_b(num.round(latent).reshape(*o.shape[:2], -1), num, step.settings.tp)

@@ -22,7 +22,7 @@ class EngramTable(nnx.Module):
     """Table of one layer, [rows, engram_head_dim]."""
 
     def __init__(self, rows: int, dim: int):
-        self.weight = param((rows, "engram_rows"), (dim, None), stored="fp8_rows")
+        self.weight = param((rows, "engram_rows"), (dim, "engram_columns"), stored="fp8_rows")
 
 
 class Engram(nnx.Module):
@@ -34,7 +34,7 @@ class Engram(nnx.Module):
         columns, streams, d = config.num_engram_columns, config.hc_mult, config.hidden_size
         self.embed = EngramTable(config.engram_num_embeddings[self.which], config.engram_head_dim)
         self.wkv = Linear(
-            ((streams + 1) * d, None), (columns * config.engram_head_dim, None), kind="quantised"
+            ((streams + 1) * d, "engram_out"), (columns * config.engram_head_dim, None), kind="quantised"
         )
         self.q_weight = param((streams, "streams"), (d, "embed"))
         self.k_weight = param((streams, "streams"), (d, "embed"))
@@ -51,7 +51,7 @@ class Engram(nnx.Module):
         self, streams: Float[Array, "B S C D"], rows: Int32[Array, "B S columns"], step: StepContext
     ) -> Float[Array, "B S C D"]:
         b, s, c, d = streams.shape
-        both = self.wkv(self._look_up(rows, step, lambda table, ids: table[ids]), step.numerics)
+        both = self.project(self._look_up(rows, step, lambda table, ids: table[ids]), step)
         key, val = both[..., : c * d].reshape(b, s, c, d), both[..., c * d :]
         qk = value(self.q_weight) * value(self.k_weight)
         gate = engram_gate(streams, key, qk, eps=self.config.rms_norm_eps)
@@ -70,7 +70,7 @@ class Engram(nnx.Module):
             found = packed_ops.engram_rows(table, ids, dtype=num.compute_dtype, implementation=kernels)
             return found.reshape(*ids.shape, -1)
 
-        key_value = self.wkv(self._look_up(rows, step, read), num)
+        key_value = self.project(self._look_up(rows, step, read), step)
         out = packed_ops.engram_apply(
             flat, key_value.reshape(flat.shape[0], -1), value(self.q_weight), value(self.k_weight),
             eps=self.config.rms_norm_eps, implementation=kernels,
@@ -81,9 +81,14 @@ class Engram(nnx.Module):
         self, rows: Int32[Array, "B S columns"], step: StepContext,
         read: Callable[[Array, Int32[Array, "M columns"]], Float[Array, "M columns H"]],
     ) -> Float[Array, "B S KH"]:  # fmt: skip
-        """Rows of a table that lies in parts over the ranks, those of a token side by side."""
+        """Rows of a table that lies in parts over the ranks, and each row over `tp`; those of a token side by side."""
         table, (b, s, columns) = value(self.embed.weight), rows.shape
         found = step.settings.exchange.look_up(
             rows.reshape(-1, columns), table.shape[0], lambda ids: read(table, ids)
         )
-        return found.reshape(b, s, -1)
+        return step.settings.tp.join(found).reshape(b, s, -1)
+
+    def project(self, looked_up: Float[Array, "B S KH"], step: StepContext) -> Float[Array, "B S KV"]:
+        """Keys of all streams and the value. Outputs are cut over `tp`, not inputs: joining them moves half the bytes
+        of a sum, and changes no order of summation."""
+        return step.settings.tp.join(self.wkv(looked_up, step.numerics))

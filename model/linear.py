@@ -11,10 +11,13 @@ from jaxtyping import Array, Float
 
 from widemesh.model.numerics import Numerics
 from widemesh.model.params import Stored, matrix, param, value
+from widemesh.sharding.tensor_parallel import TensorParallel
 
 Kind = Literal["quantised", "bf16", "f32"]
 
 _STORED: dict[Kind, Stored] = {"quantised": "fp8", "bf16": "bf16", "f32": "bf16"}
+
+_WHOLE = TensorParallel()
 
 
 class Linear(nnx.Module):
@@ -30,10 +33,13 @@ class Linear(nnx.Module):
         self.weight = param(out, inp, stored=stored or _STORED[kind])
         self.kind = kind
 
-    def __call__(self, x: Float[Array, "... K"], numerics: Numerics) -> Float[Array, "... O"]:
+    def __call__(
+        self, x: Float[Array, "... K"], numerics: Numerics, parts: TensorParallel = _WHOLE
+    ) -> Float[Array, "... O"]:
+        """The product, rounded. `parts` hold a part of the inputs each: their products are summed before."""
         if self.kind == "quantised":
             x = numerics.quantise_activation(x)
-        y = product(x, matrix(self.weight), is_precise=self.kind == "f32")
+        y = parts.sum(product(x, matrix(self.weight), is_precise=self.kind == "f32"))
         return y if self.kind == "f32" else numerics.round(y)
 
 

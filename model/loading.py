@@ -120,7 +120,7 @@ def place_parameters(state: nnx.State[Any, Any], mesh: Mesh) -> nnx.State[Any, A
 
         def one(host: np.ndarray) -> jax.Array:
             shape = whole_parts(host.shape, variable.axes, mesh.devices.shape[0])
-            if shape == host.shape:
+            if shape == host.shape and sharding.is_fully_addressable:
                 return jax.device_put(host, sharding)
             # Part by part: only the last one is copied, of a table that may be half of the host's memory.
             return jax.make_array_from_callback(shape, sharding, lambda index: _filled_up(host, index or (), shape))
@@ -134,6 +134,8 @@ def _filled_up(host: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...
     """The part at `index` of `host` filled up with zeros to `shape`."""
     part = host[index]
     wanted = [len(range(*i.indices(size))) for i, size in zip(index, shape, strict=True)]
+    if list(part.shape) == wanted:
+        return part
     return np.pad(part, [(0, more - had) for more, had in zip(wanted, part.shape, strict=True)])
 
 

@@ -107,14 +107,20 @@ class MoE(nnx.Module):
         """Sum of the routed and the shared expert, rounded once. Padding rows go to no routed expert."""
         step.record("input", x)
         num, settings = step.numerics, step.settings
-        math = ExpertMath(limit=self.config.swiglu_limit, act_quant=num.act_quant, bf16_rounding=num.bf16_rounding)
+        # Over `tp` each device has a part of every expert's width. Outputs are summed over it once, behind those of all
+        # experts; where the release rounds the output of each expert, it must be whole before.
+        each_whole = settings.tp.size > 1 and num.bf16_rounding
+        math = ExpertMath(
+            limit=self.config.swiglu_limit, act_quant=num.act_quant, bf16_rounding=num.bf16_rounding,
+            whole=settings.tp.sum if each_whole else None,
+        )  # fmt: skip
         flat = x.reshape(-1, x.shape[-1])
         experts, weights = self.gate(flat, step)
         # Slot e holds expert e: the initial placement, and the only one until experts move.
         slots = jnp.where(step.rows.valid.reshape(-1, 1), experts, -1)
-        sent, local, sent_weights = settings.exchange.dispatch(flat, slots, weights, self.experts.held)
-        routed = self.experts(sent, local, sent_weights, math, step)
-        y = num.round(settings.exchange.combine(routed) + self.shared_experts(flat, math))
-        y = y.reshape(x.shape)
+        sent = settings.exchange.dispatch(flat, slots, weights, self.experts.held, experts)
+        routed = self.experts(sent.x, sent.slots, sent.weights, math, step)
+        y = settings.exchange.combine(routed, sent) + self.shared_experts(flat, math)
+        y = num.round(y if each_whole else settings.tp.sum(y)).reshape(x.shape)
         step.record("output", y)
         return y

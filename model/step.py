@@ -17,6 +17,7 @@ from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.pallas_kernels.gpu import Implementation
 from widemesh.sharding.exchange import Exchange, LocalExchange
+from widemesh.sharding.tensor_parallel import TensorParallel
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +61,7 @@ class StepSettings:
     selection: Literal["mask", "indices"]  # form in which the selected entries are handed to attention
     start_bound: int  # no request starts after this position; 0 = a fresh prefill
     exchange: Exchange = dataclasses.field(default_factory=LocalExchange)
+    tp: TensorParallel = dataclasses.field(default_factory=TensorParallel)  # parts of heads, widths and vocabulary
     moe_implementation: str | None = None  # of experts held as f32
     kernels: Implementation | None = None  # of the ops under packed numerics; None: by the device
 

@@ -135,7 +135,9 @@ class Transformer(nnx.Module):
     def enter(self, step: StepContext) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"] | Pending]:
         """Equal copies of the embedding, and the first pre-mix: all weight on stream 0."""
         c = self.config.hc_mult
-        embedded = step.numerics.store(value(self.embed.weight)[step.rows.tokens])
+        table = value(self.embed.weight)
+        embedded = step.settings.tp.look_up(step.rows.tokens, table.shape[0], lambda ids: table[ids])
+        embedded = step.numerics.store(embedded)
         streams = jnp.repeat(embedded[:, :, None], c, axis=2)
         return streams, jnp.broadcast_to(jnp.eye(1, c)[0], streams.shape[:3])
 
@@ -152,4 +154,4 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"], step: StepContext) -> Float[Array, "... V"]:
         """f32 logits of final hidden states."""
-        return self.head(hidden, step.numerics)
+        return step.settings.tp.join(self.head(hidden, step.numerics))

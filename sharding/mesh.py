@@ -21,7 +21,7 @@ class MeshError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class MeshPair:
-    """The two meshes of one process; their device sets are disjoint."""
+    """The two meshes of one engine; their device sets are disjoint."""
 
     prefill: Mesh
     decode: Mesh
@@ -37,24 +37,42 @@ def request_cpu_devices(count: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
 
 
-def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of `ep` = all the devices, `tp` = 1."""
-    grid = np.array(devices).reshape(len(devices), 1)
+def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int = 1) -> Mesh:
+    """A mesh of `tp` = `tensor_parallel_size` neighbours each, `ep` = the number of such groups.
+
+    Raises MeshError where the devices do not make whole groups.
+    """
+    if len(devices) % tensor_parallel_size:
+        raise MeshError(f"tensor_parallel_size={tensor_parallel_size} does not divide {len(devices)} devices; use a "
+                        "number of devices that is a multiple of it")  # fmt: skip
+    grid = np.array(devices).reshape(-1, tensor_parallel_size)
     return Mesh(grid, (EP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def make_meshes(prefill_devices: int, decode_devices: int) -> MeshPair:
-    """Prefill on the first devices, decode on the next ones. Raises MeshError when there are too few."""
-    devices = jax.devices()
-    wanted = prefill_devices + decode_devices
-    if len(devices) < wanted:
-        remedy = (
-            f"set XLA_FLAGS={_FLAG}={wanted} before JAX is first used (it has started with {len(devices)})"
-            if devices[0].platform == "cpu"
-            else "use fewer prefill_devices or decode_devices"
-        )
-        raise MeshError(
-            f"prefill_devices={prefill_devices} and decode_devices={decode_devices} need {wanted} devices but JAX "
-            f"has {len(devices)} of kind {devices[0].platform}; {remedy}"
-        )
-    return MeshPair(make_mesh(devices[:prefill_devices]), make_mesh(devices[prefill_devices:wanted]))
+def make_meshes(
+    prefill_devices: int, decode_devices: int, tensor_parallel_size: int = 1, num_processes: int = 1
+) -> MeshPair:
+    """Of every process, prefill takes the first devices and decode the next ones, in the order of the processes.
+
+    The numbers are totals; each process gives an equal part. Raises MeshError when one has too few.
+    """
+    groups: tuple[list[jax.Device], list[jax.Device]] = ([], [])
+    for process in range(num_processes):
+        devices = sorted((d for d in jax.devices() if d.process_index == process), key=lambda device: device.id)
+        prefill, wanted = prefill_devices // num_processes, (prefill_devices + decode_devices) // num_processes
+        if len(devices) < wanted:
+            platform = jax.devices()[0].platform
+            whose = "" if num_processes == 1 else f" of each of {num_processes} processes"
+            has = "JAX has" if num_processes == 1 else f"process {process} has"
+            remedy = (
+                f"set XLA_FLAGS={_FLAG}={wanted} before JAX is first used (it has started with {len(devices)})"
+                if platform == "cpu"
+                else "use fewer prefill_devices or decode_devices"
+            )
+            raise MeshError(
+                f"prefill_devices={prefill_devices} and decode_devices={decode_devices} need {wanted} devices{whose} "
+                f"but {has} {len(devices)} of kind {platform}; {remedy}"
+            )
+        groups[0].extend(devices[:prefill])
+        groups[1].extend(devices[prefill:wanted])
+    return MeshPair(make_mesh(groups[0], tensor_parallel_size), make_mesh(groups[1], tensor_parallel_size))

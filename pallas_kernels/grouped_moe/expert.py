@@ -20,6 +20,9 @@ class ExpertMath:
     limit: float
     act_quant: bool = False
     bf16_rounding: bool = False
+    # Makes an output whole, before it is rounded, where the matrices are parts of an expert's width (w1 and w3 of its
+    # rows, w2 of its columns). None: outputs stay sums over the width that is here.
+    whole: Callable[[Float[Array, "... D"]], Float[Array, "... D"]] | None = None
 
     def quantise(self, x: Float[Array, "... K"]) -> Float[Array, "... K"]:
         """FP8 activation rounding in front of a quantised matrix, if on."""
@@ -48,4 +51,8 @@ class ExpertMath:
         hidden = self.activate(project("w1", x), project("w3", x))
         if weight is not None:
             hidden = hidden * weight[..., None]
-        return self.round(project("w2", self.quantise(self.round(hidden))))
+        return self.finish(project("w2", self.quantise(self.round(hidden))))
+
+    def finish(self, out: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """The output of w2, made whole and rounded."""
+        return self.round(out if self.whole is None else self.whole(out))

@@ -29,5 +29,5 @@ def moe_dense(
     gate = jnp.einsum("td,xfd->xtf", xq, w1)
     up = jnp.einsum("td,xfd->xtf", xq, w3)
     hidden = math.activate(gate, up) * weight.T[:, :, None]
-    out = math.round(jnp.einsum("xtf,xdf->xtd", math.quantise(math.round(hidden)), w2))
+    out = math.finish(jnp.einsum("xtf,xdf->xtd", math.quantise(math.round(hidden)), w2))
     return jnp.sum(out, axis=0)
