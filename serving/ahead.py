@@ -20,6 +20,7 @@ from widemesh.pallas_kernels.gpu.topology import topology
 from widemesh.serving.abstract import AbstractArguments
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.programs import Programs
+from widemesh.serving.tensor_split import refuse_packed
 from widemesh.sharding import make_mesh
 
 Role = Literal["prefill", "decode"]
@@ -144,16 +145,17 @@ def check_step(
     """
     config.check_model(model)
     sizes = config.scheduler
-    ranks = sizes.decode_ranks if role == "decode" else sizes.prefill_ranks
+    devices = config.decode_devices if role == "decode" else config.prefill_devices
+    refuse_packed(config.tensor_parallel_size)
     try:
-        mesh = make_mesh(topology(target, ranks))
+        mesh = make_mesh(topology(target, devices))
     except ValueError as err:
         raise ConfigError(str(err)) from err
     numerics = numerics_named("serving", "gpu")
     graph, _ = split_model(model, numerics)
     programs = Programs(
         config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=sizes.pages_per_slot * config.page_size,
-        kernels="mosaic",
+        kernels="mosaic", exchange=config.exchange, batch_invariant=config.batch_invariant,
     )  # fmt: skip
     begin = time.perf_counter()
     compiled: dict[str, Compiled] = {}
@@ -171,7 +173,7 @@ def check_step(
             except Exception as err:  # whatever tracing, lowering or the compiler raises is the answer to the question
                 errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
     return StepCheck(
-        role=role, target=TARGETS[target], devices=ranks, programs=compiled, errors=errors, expected=expected,
+        role=role, target=TARGETS[target], devices=devices, programs=compiled, errors=errors, expected=expected,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
 

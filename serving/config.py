@@ -9,9 +9,12 @@ from typing import Literal
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.replay import ReplayConfig
+from widemesh.serving.tensor_split import check_split
 
 # By name, so that reading settings does not import jax; `widemesh.model.numerics` holds what they mean.
 NUMERICS_NAMES = ("plain", "kvq", "w8a8", "reference", "serving")
+EXCHANGES = ("auto", "all_gather", "ragged")
+MOST_TIMEOUT_S = 60.0  # JAX's own watch over a job, which ends processes with an abort, must be slower than ours
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,11 +25,11 @@ class EngineConfig:
     served_model_name: str | None = None  # name that clients see; None: the folder
     numerics: str = "kvq"  # plain, kvq, w8a8, reference or serving
     max_model_len: int = 1024  # most tokens of a request, prompt and output together
-    max_num_seqs: int = 8  # requests decoded together, over all decode devices
-    max_num_batched_tokens: int = 256  # rows of one prefill step, over all prefill devices
+    max_num_seqs: int = 8  # requests decoded together, over all decode ranks
+    max_num_batched_tokens: int = 256  # rows of one prefill step, over all prefill ranks
     page_size: int = 64  # tokens per page of compressed KV; a multiple of the model's compress ratios
-    num_pages: int | None = None  # pages of each decode device's pool, the null page included; None: for all its slots
-    num_prefill_pages: int | None = None  # likewise of each prefill device; None: four of the longest requests
+    num_pages: int | None = None  # pages of each decode rank's pool, the null page included; None: for all its slots
+    num_prefill_pages: int | None = None  # likewise of each prefill rank; None: four of the longest requests
     replay_prefix: Literal["bounded", "exact"] = "bounded"  # rows run again behind a cached prefix
     replay_tail: Literal["bounded", "full"] = "bounded"  # rows of the later layers in a prefill: one window, or all
     decode_steps: int = 1  # tokens of a request that one decode dispatch draws; more pay off for few users
@@ -36,25 +39,40 @@ class EngineConfig:
     max_num_queued_tokens: int | None = None  # their prompt tokens, likewise
     prefill_devices: int = 2  # size of the prefill mesh
     decode_devices: int = 4  # size of the decode mesh
+    tensor_parallel_size: int = 1  # devices of a rank, which share its heads, FFN width and vocabulary; on both meshes
+    exchange: Literal["auto", "all_gather", "ragged"] = "auto"  # how rows reach experts; auto: by bytes and device
+    batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
+    ticket_timeout_s: float = 5.0  # seconds that a process may keep the others waiting before the job is given up
     seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "decode_steps", "prefill_devices",
-                     "decode_devices"):  # fmt: skip
+                     "decode_devices", "tensor_parallel_size"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; use 1 or more")
+        if not 0.5 <= self.ticket_timeout_s <= MOST_TIMEOUT_S:
+            raise ConfigError(f"ticket_timeout_s={self.ticket_timeout_s:g} must be between 0.5 and {MOST_TIMEOUT_S:g}; "
+                              "use 5")  # fmt: skip
         if self.seed is not None and self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be negative; use 0 or more, or leave it out")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} must be at least 2: a prompt token and an output")
-        if self.max_num_seqs % self.decode_devices:
-            raise ConfigError(f"max_num_seqs={self.max_num_seqs} must be a multiple of decode_devices="
-                              f"{self.decode_devices}; use {-(-self.max_num_seqs // self.decode_devices) * self.decode_devices}")  # fmt: skip # noqa: E501
-        if self.max_num_batched_tokens < self.prefill_devices:
+        for name in ("prefill_devices", "decode_devices"):
+            if getattr(self, name) % self.tensor_parallel_size:
+                wanted = -(-getattr(self, name) // self.tensor_parallel_size) * self.tensor_parallel_size
+                raise ConfigError(f"{name}={getattr(self, name)} must be a multiple of tensor_parallel_size="
+                                  f"{self.tensor_parallel_size}; use {wanted}")  # fmt: skip
+        ranks, each = self.decode_ranks, self._rank_words("decode_devices")
+        if self.max_num_seqs % ranks:
+            raise ConfigError(f"max_num_seqs={self.max_num_seqs} must be a multiple of {each}; use "
+                              f"{-(-self.max_num_seqs // ranks) * ranks}")  # fmt: skip
+        if self.max_num_batched_tokens < self.prefill_ranks:
             raise ConfigError(f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
-                              f"prefill_devices={self.prefill_devices}")
+                              f"{self._rank_words('prefill_devices')}; use {self.prefill_ranks} or more")  # fmt: skip
         if self.numerics not in NUMERICS_NAMES:
             raise ConfigError(f"numerics={self.numerics!r} is unknown; use one of {', '.join(NUMERICS_NAMES)}")
+        if self.exchange not in EXCHANGES:
+            raise ConfigError(f"exchange={self.exchange!r} is unknown; use one of {', '.join(EXCHANGES)}")
         self.scheduler, self.replay  # noqa: B018 - they check their own fields
 
     def check_model(self, model: ModelConfig) -> None:
@@ -70,6 +88,23 @@ class EngineConfig:
         if self.replay_tail == "bounded" and engram > model.replay_cut:
             raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
                               f"above layer {model.replay_cut}; use replay_tail='full'")
+        check_split(model, self.tensor_parallel_size, self.numerics)
+
+    def share(self, num_processes: int) -> EngineConfig:
+        """What one of so many processes has of it: its devices, their slots and rows. Raises ConfigError."""
+        devices = []
+        for name in ("prefill_devices", "decode_devices"):
+            total, unit = getattr(self, name), num_processes * self.tensor_parallel_size
+            if total % unit:
+                whole = "" if self.tensor_parallel_size == 1 else f" * tensor_parallel_size={self.tensor_parallel_size}"
+                raise ConfigError(f"{name}={total} must be a multiple of num_processes={num_processes}{whole}; use "
+                                  f"{-(-total // unit) * unit}")  # fmt: skip
+            devices.append(total // num_processes)
+        return dataclasses.replace(
+            self, prefill_devices=devices[0], decode_devices=devices[1],
+            max_num_seqs=self.max_num_seqs // num_processes,
+            max_num_batched_tokens=self.chunk_rows * self.prefill_ranks // num_processes,
+        )  # fmt: skip
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -78,10 +113,10 @@ class EngineConfig:
         return SchedulerConfig(
             page_size=self.page_size,
             max_model_len=self.max_model_len,
-            prefill_ranks=self.prefill_devices,
+            prefill_ranks=self.prefill_ranks,
             prefill_pages=1 + 4 * longest if self.num_prefill_pages is None else self.num_prefill_pages,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            decode_ranks=self.decode_devices,
+            decode_ranks=self.decode_ranks,
             max_num_seqs=self.max_num_seqs,
             decode_rows=self.decode_steps,
             decode_pages=1 + self.slots_per_rank * longest if self.num_pages is None else self.num_pages,
@@ -97,11 +132,27 @@ class EngineConfig:
         return ReplayConfig(prefix=self.replay_prefix, tail=self.replay_tail)
 
     @property
+    def prefill_ranks(self) -> int:
+        """Ranks of the prefill mesh: devices, or groups of `tensor_parallel_size` devices."""
+        return self.prefill_devices // self.tensor_parallel_size
+
+    @property
+    def decode_ranks(self) -> int:
+        """Ranks of the decode mesh, likewise."""
+        return self.decode_devices // self.tensor_parallel_size
+
+    @property
     def slots_per_rank(self) -> int:
-        """Requests decoded by each decode device."""
-        return self.max_num_seqs // self.decode_devices
+        """Requests decoded by each decode rank."""
+        return self.max_num_seqs // self.decode_ranks
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of one request in one prefill step: each prefill device works on a request of its own."""
-        return self.max_num_batched_tokens // self.prefill_devices
+        """Rows of one request in one prefill step: each prefill rank works on a request of its own."""
+        return self.max_num_batched_tokens // self.prefill_ranks
+
+    def _rank_words(self, devices: str) -> str:
+        """The number of ranks as the settings give it."""
+        if self.tensor_parallel_size == 1:
+            return f"{devices}={getattr(self, devices)}"
+        return f"{devices}={getattr(self, devices)} / tensor_parallel_size={self.tensor_parallel_size}"

@@ -24,17 +24,21 @@ from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import ForwardModel, load_engram_hash
 from widemesh.model.loading import load_parameters
 from widemesh.model.numerics import numerics_named
+from widemesh.serving.agreement import Agreement, step_schema
 from widemesh.serving.compile_cache import enable_compile_cache
 from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.device import DeviceEngine
+from widemesh.serving.digests import job_digests
 from widemesh.serving.engine_request import Request
+from widemesh.serving.job import Job, JobEnd
 from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
 from widemesh.serving.loop import EngineLoop, WeightUpdate
 from widemesh.serving.mailbox import Mailbox, on_the_spot
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
 from widemesh.serving.memory_plan import plan_memory
 from widemesh.serving.metrics import EngineMetrics
+from widemesh.serving.process_config import ProcessConfig
 from widemesh.serving.prompt_scores import PromptScores
 from widemesh.serving.request import Completion, Delta, FinishReason, RequestError, SamplingParams, Status
 from widemesh.serving.samples import Samples
@@ -43,6 +47,7 @@ from widemesh.serving.structured import ConstraintCompiler
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
 from widemesh.serving.weights import Weights
 from widemesh.sharding import make_meshes, request_cpu_devices
+from widemesh.sharding.processes import leave_coordinator, start_processes
 
 Prompt = str | Sequence[int] | Int32[np.ndarray, "N"]
 
@@ -68,22 +73,32 @@ class Engine:
 
     Construction loads the weights and compiles every program; progress is logged. Raises ConfigError,
     CheckpointError or MeshError when the checkpoint or the devices cannot be used.
+
+    With `processes`, this is one of several that make up the engine; all must be constructed, with the same `config`,
+    and each serves the requests that are sent to it. `close` of one ends all. When another process is lost, requests
+    end with an error, and this process ends itself with status 70 (`job`).
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, processes: ProcessConfig | None = None):
         self.config = config
+        processes = processes or ProcessConfig()
+        self.share = config.share(processes.num_processes)
         checkpoint = Checkpoint.open(config.model)
         self.model_config = checkpoint.config
         config.check_model(self.model_config)
         rule = ReplayRule(config=config.replay, window=self.model_config.sliding_window,
                           num_layers=self.model_config.num_hidden_layers, max_ratio=self.model_config.max_ratio)
-        scheduler: Scheduler[Request] = Scheduler(config.scheduler, rule)
-        request_cpu_devices(config.prefill_devices + config.decode_devices)
-        self.meshes = make_meshes(config.prefill_devices, config.decode_devices)
+        scheduler: Scheduler[Request] = Scheduler(self.share.scheduler, rule)
+        request_cpu_devices(self.share.prefill_devices + self.share.decode_devices)
         self.tokenizer = load_tokenizer(config.model)
         self._tokenizer_config = load_tokenizer_config(config.model)
         engram_hash = load_engram_hash(self.model_config, config.model)
+        self.job = self._join(processes, checkpoint)
+        self.job.on_end(self._end_job)
         enable_compile_cache()
+        self.meshes = make_meshes(
+            config.prefill_devices, config.decode_devices, config.tensor_parallel_size, processes.num_processes
+        )
         self._weights, self._engram_hash = Weights(checkpoint), engram_hash
         self._whole: tuple[Weights, ForwardModel] | None = None  # made when somebody asks for logits
         self._update_lock = threading.Lock()
@@ -91,8 +106,10 @@ class Engine:
         self._compiles = CompileCounter()
         self.device.warm_up()
         self._compiles.mark_warm()
-        self.metrics = EngineMetrics(model_name=config.served_model_name or config.model,
-                                     max_model_len=config.max_model_len, compiles=self._compiles)  # fmt: skip
+        traffic = {"prefill": self.device.prefill.traffic, "decode": self.device.decode.traffic}
+        self.metrics = EngineMetrics(model_name=config.served_model_name or config.model, compiles=self._compiles,
+                                     max_model_len=config.max_model_len, traffic=traffic,
+                                     rank=processes.process_id)  # fmt: skip
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.RLock()  # garbage collection may drop a stream, and so abort, while it is held
         self._constraints = ConstraintCompiler(
@@ -101,7 +118,14 @@ class Engine:
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._in_flight: dict[str, set[str]] = {}  # by request, the engine's names of its samples
         self._request_of: dict[str, str] = {}  # and back
-        self._loop = EngineLoop(config, scheduler, self.device, self._forget, self.metrics)
+        if processes.num_processes > 1:
+            leave_coordinator()
+        agreement = Agreement(self.job.ticket, self.metrics.agreed)
+        self._loop = EngineLoop(
+            self.share, scheduler, self.device, self._forget, self.metrics, agreement, self._end_loop
+        )
+        if self.job.failure:
+            self._loop.lose(EngineError(self.job.failure))
 
     def __enter__(self) -> Engine:
         return self
@@ -186,7 +210,8 @@ class Engine:
         `tensors` maps released tensor names to float32 or bfloat16 arrays of the released shapes; what it does not
         name stays. They are applied at a step boundary, when the requests that have begun are finished, or have been
         aborted for `in_flight="abort"`; others wait and start on the new weights. The prefix cache is emptied. Nothing
-        is compiled. Blocks until it is done: call it from a thread of its own inside an event loop.
+        is compiled. Blocks until it is done: call it from a thread of its own inside an event loop. With several
+        processes it must be called in each of them, with the same tensors, and is done when it is in all.
 
         Raises ValueError that names a tensor which does not fit, and EngineError if the engine ends before.
         """
@@ -265,8 +290,29 @@ class Engine:
 
     def _open_device(self, checkpoint: Checkpoint, engram_hash: EngramHash) -> DeviceEngine:
         """Everything on the devices. Raises ConfigError if it would not fit; nothing is allocated before."""
-        refuse_if_too_large(plan_memory(self.model_config, self.config), available_memory(jax.devices()))
-        return DeviceEngine(self.config, checkpoint, engram_hash, self.meshes)
+        plan, num_processes = plan_memory(self.model_config, self.config), self.job.ticket.size
+        refuse_if_too_large(plan, available_memory(jax.local_devices()), num_processes)
+        return DeviceEngine(self.share, checkpoint, engram_hash, self.meshes)
+
+    def _join(self, processes: ProcessConfig, checkpoint: Checkpoint) -> Job:
+        """Meet the other processes, and be one JAX with them. Raises ConfigError."""
+        schema = step_schema(self.share.max_new_kv_loads_per_step or self.share.max_num_seqs)
+        job = Job.join(processes, schema, job_digests(self.config, checkpoint), self.config.ticket_timeout_s)
+        if processes.num_processes > 1:
+            start_processes(job.jax_address, rank=processes.process_id, size=processes.num_processes)
+        return job
+
+    def _end_job(self, end: JobEnd) -> None:
+        """A process is lost. The loop's thread may be waiting for it in a collective, so requests end without it."""
+        if end.is_failure and hasattr(self, "_loop"):
+            self._loop.lose(EngineError(end.reason))
+
+    def _end_loop(self, failure: BaseException | None) -> None:
+        """On the loop's thread, when it is over."""
+        if failure is not None:
+            self.job.fail(failure)
+        else:
+            self.job.leave(f"rank {self._loop.stopped_by} has ended the job")
 
     def _submit(
         self,

@@ -2,6 +2,9 @@
 
 It alone touches the devices and the scheduler. Other threads post requests and aborts and read counters. Two decode
 steps are in flight: while one runs, the next is planned and dispatched, and results are read one step late.
+
+With several processes the devices of all of them run each program together. Each process plans for its own slots and
+ranks, says what its plan needs, and dispatches what all of them need (`agreement.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +21,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int32, UInt32
 
+from widemesh.serving.agreement import Agreement, Part
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillRow, PrefillStep
+from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillStep
 from widemesh.serving.engine_request import Request
 from widemesh.serving.mailbox import Letter, Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
 from widemesh.serving.programs import NOT_FINITE
 from widemesh.serving.request import FinishReason, RequestError, TokenLogprobs
 from widemesh.serving.running_set import RunningSet
-from widemesh.serving.sampling import RowLogprobs, SlotSettings, full_mask
-from widemesh.serving.scheduling import Accepted, DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
+from widemesh.serving.sampling import RowLogprobs, SlotSettings, TallyRow, full_mask
+from widemesh.serving.scheduling import NO_WRITES, Accepted, DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
+from widemesh.serving.step_needs import StepNeeds
+from widemesh.serving.step_work import IDLE, DecodeWork, StepWork, make_work
 from widemesh.serving.structured import ConstraintError
 
 _STEPS_IN_FLIGHT = 2
@@ -56,7 +62,8 @@ class WeightUpdate:
 
 
 class EngineLoop:
-    """Runs until `stop`. Requests in flight at that moment, and after a defect, end with abort or error."""
+    """Runs until `stop`, or until another process stops. Requests in flight then, and after a defect, end with abort
+    or error. `on_end` is called on the loop's thread once it is over: with its failure, or None."""
 
     def __init__(
         self,
@@ -65,12 +72,15 @@ class EngineLoop:
         device: DeviceEngine,
         on_finish: Callable[[Request], None],
         metrics: EngineMetrics,
+        agreement: Agreement,
+        on_end: Callable[[BaseException | None], None] = lambda _: None,
     ):
         self._config, self._scheduler, self._device = config, scheduler, device
-        self._on_finish, self._metrics = on_finish, metrics
+        self._on_finish, self._metrics, self._agreement, self._on_end = on_finish, metrics, agreement, on_end
         self._settings = SlotSettings(config.max_num_seqs, device.model_config.vocab_size)
-        self._in_flight: collections.deque[tuple[DecodePlan, DecodeStep]] = collections.deque()
-        self._prefilling: collections.deque[tuple[PrefillPlan[Request], PrefillStep]] = collections.deque()
+        self._in_flight: collections.deque[tuple[DecodePlan | None, DecodeStep]] = collections.deque()
+        self._result_s = 0.0  # when the last step's result was there
+        self._prefilling: collections.deque[tuple[PrefillPlan[Request] | None, PrefillStep]] = collections.deque()
         self._running = RunningSet(config.max_num_seqs)
         self._sampling, _ = self._settings.sync(())
         self._unsent: set[Mailbox] = set()
@@ -78,12 +88,15 @@ class EngineLoop:
         self._rows: tuple[DecodePlan, Int32[np.ndarray, "slots"]] | None = None  # of the last plan
         self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
         self._any_awaits = False
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._is_resting = False  # set by the engine's thread before it looks for work a last time and sleeps
+        self._told_update = False  # whether the other processes know that this one is ready for new weights
         self._inbox: list[Request] = []
         self._aborts: dict[str, FinishReason] = {}
         self._live: dict[str, Request] = {}
         self._updates: collections.deque[WeightUpdate] = collections.deque()
         self._is_stopping = False
+        self.stopped_by = -1  # the process that has ended the job in good order
         self.weights_version = 0
         self.counters = Counters()
         self.failure: BaseException | None = None
@@ -107,37 +120,53 @@ class EngineLoop:
 
     def post(self, request: Request) -> bool:
         """Hand a request over. False: the loop has ended and will not take it. RequestError: the queue is full."""
-        with self._wake:
+        with self._lock:
             if self._is_stopping or self.failure is not None:
                 return False
             self._scheduler.check_queue(len(request.prompt), self._inbox)
             self._inbox.append(request)
-            self._wake.notify()
-            return True
+        self._wake()
+        return True
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request at the next step boundary, with another `reason` if its reader has found its end."""
-        with self._wake:
+        with self._lock:
             self._aborts.setdefault(request_id, reason)
-            self._wake.notify()
+        self._wake()
 
     def update_weights(self, update: WeightUpdate) -> bool:
-        """Apply an update at a step boundary and wait for it. False: the loop has ended before."""
-        with self._wake:
+        """Apply an update at a step boundary and wait for it. False: the loop has ended before.
+
+        With several processes it is applied when all of them have one and none has started requests.
+        """
+        with self._lock:
             if self._is_stopping or self.failure is not None:
                 return False
             self._updates.append(update)
-            self._wake.notify()
+        self._wake()
         update.is_over.wait()
         return update.version > 0
 
     def stop(self) -> None:
-        """End everything in flight with abort and wait for the thread. May be called twice."""
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
+        """End everything in flight with abort and wait for the thread, in all processes. May be called twice."""
+        self._is_stopping = True
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def lose(self, failure: BaseException) -> None:
+        """End all requests with an error at once, from any thread: the loop's own may be stuck in a collective."""
+        with self._lock:
+            self.failure = self.failure or failure
+            left = [*self._live.values(), *self._inbox]
+        for request in left:
+            request.mailbox.send_now(
+                Letter(request, [], len(request.known_output), 0, self.weights_version, FinishReason.ERROR, None)
+            )
+
+    def _wake(self) -> None:
+        if self._is_resting:
+            self._agreement.wake()
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -148,8 +177,8 @@ class EngineLoop:
                 self._turn()
         except Exception as err:
             _log.exception("the engine has failed; every request in flight ends with an error")
-            reason, self.failure = FinishReason.ERROR, err
-        with self._wake:
+            reason, self.failure = FinishReason.ERROR, self.failure or err
+        with self._lock:
             self._is_stopping = True
             left = [*self._live.values(), *self._inbox]
             self._inbox = []
@@ -159,17 +188,20 @@ class EngineLoop:
         for update in self._updates:
             update.is_over.set()
         self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
+        self._on_end(self.failure)
 
     def _take_in(self) -> bool:
-        """Move posted requests and aborts into the scheduler; sleep while there is nothing to do. False: stop."""
-        with self._wake:
-            while not (
-                self._is_stopping or self._inbox or self._aborts or self._updates or self._scheduler.has_work
-                or self._in_flight
-            ):  # fmt: skip
+        """Move posted requests and aborts into the scheduler; rest while there is nothing to do. False: stop."""
+        while not self._agreement.is_stepping and self.stopped_by < 0:
+            if not self._is_due():
                 self._send()
-                self._wake.wait()
-            if self._is_stopping:
+                self._is_resting = True
+            may_step = self._agreement.rest(self._is_due)
+            self._is_resting = False
+            if may_step:
+                break
+        with self._lock:
+            if self.stopped_by >= 0 or (self._is_stopping and self._agreement.is_alone):
                 return False
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, {}
@@ -185,83 +217,115 @@ class EngineLoop:
                 self._finish(self._live[request_id], reason)
         return True
 
+    def _is_due(self) -> bool:
+        """Whether this process has a reason to take a step."""
+        has_news = self._is_stopping or (self._can_update and not self._told_update)
+        return bool(self._inbox or self._aborts or has_news or self._has_work)
+
+    @property
+    def _can_update(self) -> bool:
+        """Whether there are new weights and nothing runs on the old ones."""
+        return bool(self._updates) and not self._scheduler.has_started
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a step can bring anything of this process's forward."""
+        if self._in_flight:
+            return True
+        if self._updates:  # whoever waits for new weights also waits for the other processes
+            return self._scheduler.has_started
+        return self._scheduler.has_work
+
     def _turn(self) -> None:
-        """Plan and dispatch a step; read the result of the one before."""
+        """Plan a step, agree on it and dispatch it; read the result of the one before."""
         start_s = time.monotonic()
         # Decode does not wait for chunks that are still running: neither by loading what they make, nor behind more.
         while self._prefilling and self._prefilling[0][1].is_done():
             self._prefill_done(*self._prefilling.popleft())
         if self._updates:
-            self._update_weights()
+            self._make_way(self._updates[0])
         hold = self._awaits_token if self._any_awaits else None
         plan = self._scheduler.plan_step(
             hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT, only_resumed=bool(self._updates)
         )
+        if plan.preempted:
+            self._running.store_times()
+        work = make_work(plan, IDLE if plan.decode is None else self._decode_work(plan.decode), self._device)
+        self._told_update = self._can_update
+        self._agreement.post(
+            Part(needs=work.needs, has_work=self._has_work, stops=self._is_stopping, can_update=self._told_update,
+                 weights_version=self.weights_version)
+        )  # fmt: skip
         if plan.prefill is not None or plan.loads:  # which take a while to dispatch
             self._send()
-        self._dispatch(plan)
+        step = self._agreement.wait()
+        if step.stopped_by >= 0:
+            self.stopped_by = step.stopped_by
+            return
+        if step.updates_weights:
+            self._update_weights()
+        self._dispatch(plan, work, step.needs)
         self._send()
-        if self._in_flight and (plan.decode is None or len(self._in_flight) >= _STEPS_IN_FLIGHT):
+        if self._in_flight and (not step.needs.decodes or len(self._in_flight) >= _STEPS_IN_FLIGHT):
             self._settle(*self._in_flight.popleft())
-        elif plan.decode is None and self._prefilling:
+        elif not step.needs.decodes and self._prefilling:
             self._prefilling[0][1].wait()
         self._report(plan, time.monotonic() - start_s)
 
-    def _update_weights(self) -> None:
-        """Apply updates, once nothing runs on the weights that they replace. New requests wait meanwhile."""
-        while self._updates:
-            update = self._updates[0]
-            if update.aborts:
-                for request in [r for r in self._live.values() if r.epoch >= 0 or r.num_preemptions]:
-                    self._finish(request, FinishReason.ABORT)
-            if self._scheduler.has_started:
-                return
-            self._device.prefill.parameters, self._device.decode.parameters = update.prefill, update.decode
-            self._scheduler.flush_prefix_cache()
-            self._reported_requests = -1  # cached pages have become free
-            self.weights_version += 1
-            update.version = self.weights_version
-            self._updates.popleft()
-            self._send()  # those that were aborted for it know before it is over
-            update.is_over.set()
+    def _make_way(self, update: WeightUpdate) -> None:
+        """Abort what has started if an update asks for it. New requests wait meanwhile."""
+        if update.aborts:
+            for request in [r for r in self._live.values() if r.epoch >= 0 or r.num_preemptions]:
+                self._finish(request, FinishReason.ABORT)
 
-    def _dispatch(self, plan: StepPlan[Request]) -> None:
+    def _update_weights(self) -> None:
+        """Apply an update. Nothing runs on the weights that it replaces, in any process."""
+        update = self._updates[0]
+        self._device.prefill.parameters, self._device.decode.parameters = update.prefill, update.decode
+        self._scheduler.flush_prefix_cache()
+        self._reported_requests = -1  # cached pages have become free
+        self.weights_version += 1
+        update.version = self.weights_version
+        self._updates.popleft()
+        self._told_update = False
+        self._send()  # those that were aborted for it know before it is over
+        update.is_over.set()
+
+    def _dispatch(self, plan: StepPlan[Request], work: StepWork, needs: StepNeeds) -> None:
+        """Run what all processes need, in one order; where this one needs less, on idle arguments."""
         now_s = time.monotonic()
-        if plan.preempted:
-            self._running.store_times()
+        device = self._device
         for request in plan.admitted:
             if request.trace.started_s is None:
                 request.trace.started_s = now_s
-        for load in plan.loads:
-            self._device.load(load)
-        self._device.prefill_pages(plan.prefill_pages)
-        if plan.prefill is not None:
-            self._prefilling.append((plan.prefill, self._device.prefill_step(self._prefill_rows(plan.prefill))))
-        for request in plan.joined:
-            if request.decode_slot >= 0:
-                self._device.join(request.decode_slot, request.join_row(self._device.engram_hash.history_len))
-        if plan.decode is not None:
-            self._in_flight.append((plan.decode, self._decode(plan)))
-        elif len(plan.decode_pages):
-            self._device.decode_pages(plan.decode_pages)
+        for i, size in enumerate(needs.loads):
+            device.load(work.loads[i] if i < len(work.loads) else None, size)
+        if needs.prefill_writes:
+            device.prefill_pages(plan.prefill_pages, needs.prefill_writes)
+        if needs.prefill.rows or needs.prefill.scored_rows:
+            self._prefilling.append((plan.prefill, device.prefill_step(work.prefill, needs.prefill)))
+        for i in range(needs.joins):
+            if i < len(work.joins):
+                request = work.joins[i]
+                device.join(request.decode_slot, request.join_row(device.engram_hash.history_len))
+            else:
+                device.join(-1, None)
+        for i in range(needs.tallies):
+            device.set_tally(work.decode.tallies[i] if i < len(work.decode.tallies) else None)
+        pages = plan.decode_pages
+        if needs.decode_writes:
+            is_own = work.needs.decode_writes > 0
+            device.decode_pages(pages if is_own else NO_WRITES, needs.decode_writes)
+            pages = NO_WRITES if is_own else pages
+        if needs.decodes:
+            step = device.decode_step(work.decode.rows, pages, self._sampling, work.decode.mask)
+            self._in_flight.append((plan.decode, step))
+        if needs.decodes or self._prefilling:
+            self._metrics.dispatched(time.monotonic() - now_s)
 
-    def _prefill_rows(self, plan: PrefillPlan[Request]) -> list[PrefillRow | None]:
-        work: list[PrefillRow | None] = [None] * self._config.prefill_devices
-        history_len = self._device.engram_hash.history_len
-        for i, request in enumerate(plan.requests):
-            start, length = int(plan.start[i]), int(plan.length[i])
-            work[int(plan.ranks[i])] = PrefillRow(
-                request.tokens[start : start + length],
-                start,
-                request.recent(start, history_len),
-                first=int(plan.window_start[i]),
-                write_from=int(plan.write_from[i]),
-                is_last=bool(plan.is_last[i]),
-                targets=None if request.prompt_scores is None else request.tokens[start + 1 : start + length + 1],
-            )
-        return work
-
-    def _prefill_done(self, plan: PrefillPlan[Request], step: PrefillStep) -> None:
+    def _prefill_done(self, plan: PrefillPlan[Request] | None, step: PrefillStep) -> None:
+        if plan is None:
+            return
         scored = step.scores()
         if scored is not None:
             for i, request in enumerate(plan.requests):
@@ -270,18 +334,17 @@ class EngineLoop:
                     request.prompt_scores.add(part, request.epoch)
         self._scheduler.prefill_done(plan)
 
-    def _decode(self, plan: StepPlan[Request]) -> DecodeStep:
-        assert plan.decode is not None
+    def _decode_work(self, plan: DecodePlan) -> DecodeWork:
         running = self._scheduler.decode.running()
+        tallies: tuple[TallyRow, ...] = ()
         if self._running.sync(running):
-            self._sampling, tallies = self._settings.sync((r.slot, r.epoch, r) for r in running)
-            for row in tallies:
-                self._device.set_tally(row)
-        if self._rows is None or self._rows[0] is not plan.decode or self._running.constrained:
-            self._rows = plan.decode, plan.decode.is_active * np.int32(self._config.decode_steps)
+            self._sampling, found = self._settings.sync((r.slot, r.epoch, r) for r in running)
+            tallies = tuple(found)
+        if self._rows is None or self._rows[0] is not plan or self._running.constrained:
+            self._rows = plan, plan.is_active * np.int32(self._config.decode_steps)
         rows = self._rows[1]
-        mask = self._constrain(plan.decode.is_active, rows) if self._running.constrained else None
-        return self._device.decode_step(rows, plan.decode_pages, self._sampling, mask)
+        mask = self._constrain(plan.is_active, rows) if self._running.constrained else None
+        return DecodeWork(rows=rows, mask=mask, tallies=tallies)
 
     def _constrain(
         self, is_active: Bool[np.ndarray, "slots"], rows: Int32[np.ndarray, "slots"]
@@ -297,13 +360,17 @@ class EngineLoop:
                 self._awaits_token[request.slot] = self._any_awaits = True
         return mask
 
-    def _settle(self, plan: DecodePlan, step: DecodeStep) -> None:
+    def _settle(self, plan: DecodePlan | None, step: DecodeStep) -> None:
         """Take in the result of a step and post its tokens."""
         result = step.wait()
+        now_s, running = time.monotonic(), self._running
+        self._metrics.device_step(now_s - max(step.dispatched_s, self._result_s))
+        self._result_s = now_s
+        if plan is None:  # the other processes' step
+            return
         if self._any_awaits:
             self._awaits_token[plan.is_active] = False
             self._any_awaits = bool(self._awaits_token.any())
-        now_s, running = time.monotonic(), self._running
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
         looks = running.to_look_at(accepted, result.end)
         if looks is None:  # one token for everybody, and nothing else to say

@@ -68,12 +68,16 @@ def _container_bytes(cgroup: Path) -> int | None:
     return max(0, int(limit) - used + int(stats.get("inactive_file", 0)))
 
 
-def refuse_if_too_large(plan: MemoryPlan, available: AvailableMemory | None) -> None:
-    """Raise ConfigError with the numbers and the settings to lower if the plan does not fit. None: nothing is known."""
+def refuse_if_too_large(plan: MemoryPlan, available: AvailableMemory | None, num_processes: int = 1) -> None:
+    """Raise ConfigError with the numbers and the settings to lower if the plan does not fit. None: nothing is known.
+
+    Of `num_processes`, each holds an equal part of the plan.
+    """
     if available is None:
         return
     if available.is_shared:
-        _refuse(plan, plan.meshes, "the engine", sum(mesh.total_bytes for mesh in plan.meshes), available.num_bytes)
+        _refuse(plan, plan.meshes, "the engine" if num_processes == 1 else "a process",
+                sum(mesh.total_bytes for mesh in plan.meshes) // num_processes, available.num_bytes)  # fmt: skip
         return
     for mesh in plan.meshes:
         _refuse(plan, (mesh,), f"a rank of the {mesh.name} mesh", mesh.rank_bytes, available.num_bytes)
@@ -82,8 +86,8 @@ def refuse_if_too_large(plan: MemoryPlan, available: AvailableMemory | None) -> 
 def _refuse(plan: MemoryPlan, meshes: tuple[MeshMemory, ...], what: str, needed: int, available: int) -> None:
     if needed <= available:
         return
-    fixed = sum(mesh.kind_bytes("parameters") * (mesh.ranks if len(meshes) > 1 else 1) for mesh in meshes)
-    details = "; ".join(f"{mesh.name}, {mesh.ranks} x {format_bytes(mesh.rank_bytes)}: {_largest(mesh)}"
+    fixed = sum(mesh.kind_bytes("parameters") * (mesh.devices if len(meshes) > 1 else 1) for mesh in meshes)
+    details = "; ".join(f"{mesh.name}, {mesh.devices} x {format_bytes(mesh.rank_bytes)}: {_largest(mesh)}"
                         for mesh in meshes)  # fmt: skip
     if fixed > available:
         remedy = f"its parameters alone are {format_bytes(fixed)}, so use fewer ranks a machine or a larger machine"

@@ -26,7 +26,8 @@ from widemesh.serving.abstract import abstract_parameters
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.sampling import init_tally
 from widemesh.serving.scheduling.config import SchedulerConfig
-from widemesh.sharding import EP_AXIS, partition_spec
+from widemesh.serving.tensor_split import refuse_packed
+from widemesh.sharding import EP_AXIS, TP_AXIS, partition_spec
 
 Kind = Literal["parameters", "state", "step"]
 
@@ -36,7 +37,7 @@ _BLOCK_ROWS = 64  # rows whose scores of every head the reference ops hold at on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One kind of array on one rank."""
+    """One kind of array on one device."""
 
     name: str
     kind: Kind
@@ -45,24 +46,30 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshMemory:
-    """What each rank of a mesh holds."""
+    """What each device of a mesh holds. A rank is one device, or `tensor_parallel_size` that share its matrices."""
 
     name: Literal["prefill", "decode"]
     ranks: int
+    tensor_parallel_size: int = 1
     parts: tuple[Part, ...]
 
     @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.ranks * self.tensor_parallel_size
+
+    @property
     def rank_bytes(self) -> int:
-        """Bytes of one rank."""
+        """Bytes of one device (of a rank)."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its ranks."""
-        return self.ranks * self.rank_bytes
+        """Bytes of all its devices."""
+        return self.devices * self.rank_bytes
 
     def kind_bytes(self, kind: Kind) -> int:
-        """Bytes of one rank that are of this kind."""
+        """Bytes of one device that are of this kind."""
         return sum(part.num_bytes for part in self.parts if part.kind == kind)
 
 
@@ -85,11 +92,11 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all ranks of both meshes."""
+        """Bytes of all devices of both meshes."""
         return sum(mesh.total_bytes for mesh in self.meshes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `per_rank` names every part, `totals` are over the ranks."""
+        """Plain values; `per_rank` names every part, on one device of a rank; `totals` are over all devices."""
         tokens = self.bytes_per_token
         return {
             "bytes_per_token": int(tokens) if tokens == int(tokens) else tokens,
@@ -97,9 +104,22 @@ class MemoryPlan:
             "window_bytes_per_slot": self.window_bytes_per_slot,
             "window_bytes_needed": self.window_bytes_needed,
             "ranks": {mesh.name: mesh.ranks for mesh in self.meshes},
+            "devices": {mesh.name: mesh.devices for mesh in self.meshes},
             "per_rank": {mesh.name: {part.name: part.num_bytes for part in mesh.parts} for mesh in self.meshes},
             "totals": {mesh.name: mesh.total_bytes for mesh in self.meshes} | {"all": self.total_bytes},
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    """Ranks of a mesh and devices of each: into how many parts an array is cut along the axes of the mesh."""
+
+    ranks: int
+    tp: int
+
+    def device_size(self, size: int, axis: Any) -> int:
+        """Of a dimension that lies on this mesh axis, or on none."""
+        return size // {EP_AXIS: self.ranks, TP_AXIS: self.tp}.get(axis, 1)
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None = None) -> MemoryPlan:
@@ -110,6 +130,10 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     """
     config.check_model(model)
     sizes, numerics = config.scheduler, numerics_named(config.numerics, platform)
+    if numerics.packed_weights:
+        refuse_packed(config.tensor_parallel_size)
+    tp = config.tensor_parallel_size
+    of_prefill, of_decode = _Split(ranks=sizes.prefill_ranks, tp=tp), _Split(ranks=sizes.decode_ranks, tp=tp)
     prefill_cache, decode_cache = (
         rank_cache(model, config, slots=slots, pages=pages, platform=platform)
         for slots, pages in ((sizes.prefill_slots_per_rank, sizes.prefill_pages),
@@ -119,18 +143,20 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     prefill = MeshMemory(
         name="prefill",
         ranks=sizes.prefill_ranks,
+        tensor_parallel_size=tp,
         parts=(
-            *_fixed_parts(model, numerics, sizes.prefill_ranks, prefill_cache),
-            *_step_parts(model, numerics, prefill_cache, rows=sizes.rows_per_rank, ranks=sizes.prefill_ranks),
+            *_fixed_parts(model, numerics, of_prefill, prefill_cache),
+            *_step_parts(model, numerics, prefill_cache, sizes.rows_per_rank, of_prefill),
         ),
     )
     decode = MeshMemory(
         name="decode",
         ranks=sizes.decode_ranks,
+        tensor_parallel_size=tp,
         parts=(
-            *_fixed_parts(model, numerics, sizes.decode_ranks, decode_cache),
+            *_fixed_parts(model, numerics, of_decode, decode_cache),
             Part(name="penalty tallies", kind="state", num_bytes=_nbytes(tally)),
-            *_step_parts(model, numerics, decode_cache, rows=sizes.decode_rows, ranks=sizes.decode_ranks),
+            *_step_parts(model, numerics, decode_cache, sizes.decode_rows, of_decode),
         ),
     )
     page_bytes = _nbytes(decode_cache.pages) // decode_cache.pages.shape[0]
@@ -168,9 +194,9 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _fixed_parts(model: ModelConfig, numerics: Numerics, ranks: int, cache: Cache) -> list[Part]:
-    """What a rank holds from start-up on: parameters, rotary tables and state."""
-    tables, rest = _parameter_bytes(model, numerics, ranks)
+def _fixed_parts(model: ModelConfig, numerics: Numerics, split: _Split, cache: Cache) -> list[Part]:
+    """What a device holds from start-up on: parameters, rotary tables and state."""
+    tables, rest = _parameter_bytes(model, numerics, split)
     positions = cache.table.shape[1] * cache.layout.page_size
     return [
         Part(name="parameters", kind="parameters", num_bytes=rest),
@@ -184,14 +210,13 @@ def _fixed_parts(model: ModelConfig, numerics: Numerics, ranks: int, cache: Cach
     ]
 
 
-def _parameter_bytes(model: ModelConfig, numerics: Numerics, ranks: int) -> tuple[int, int]:
-    """Bytes on one rank of the Engram tables, and of everything else."""
+def _parameter_bytes(model: ModelConfig, numerics: Numerics, split: _Split) -> tuple[int, int]:
+    """Bytes on one device of the Engram tables, and of everything else."""
     tables = rest = 0
-    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, ranks)):
+    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, split.ranks)):
         spec = partition_spec(variable.axes)
         num_bytes = sum(
-            array.dtype.itemsize * math.prod(size // ranks if axis == EP_AXIS else size
-                                             for size, axis in zip(array.shape, spec, strict=True))
+            array.dtype.itemsize * math.prod(map(split.device_size, array.shape, spec))
             for array in jax.tree.leaves(variable.get_value())
         )  # fmt: skip
         if is_engram_table(path):
@@ -201,22 +226,22 @@ def _parameter_bytes(model: ModelConfig, numerics: Numerics, ranks: int) -> tupl
     return tables, rest
 
 
-def _step_parts(model: ModelConfig, numerics: Numerics, cache: Cache, *, rows: int, ranks: int) -> list[Part]:
+def _step_parts(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, split: _Split) -> list[Part]:
     """What a step holds in between, of `rows` rows per slot.
 
     Layers run one after the other, so each part counts once, as the layer that needs most of it does.
     """
     count = _packed_step if numerics.packed_weights else _decoded_step
-    parts = count(model, numerics, cache, rows, ranks)
+    parts = count(model, numerics, cache, rows, split)
     return [Part(name=name, kind="step", num_bytes=num_bytes) for name, num_bytes in parts.items()]
 
 
-def _packed_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, ranks: int) -> dict[str, int]:
+def _packed_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, split: _Split) -> dict[str, int]:
     """For ops that read packed bytes: no key and no score of all entries is ever held for every row and head."""
     num_rows = cache.table.shape[0] * rows
     return {
         "selected entries": num_rows * (model.index_topk + model.candidate_topk_blocks) * _I32,
-        "row activations": num_rows * _activations(model, ranks) * jnp.dtype(numerics.compute_dtype).itemsize,
+        "row activations": num_rows * _activations(model, split) * jnp.dtype(numerics.compute_dtype).itemsize,
         "matrix in bfloat16": _largest_dense(model) * _BF16,  # decoded from FP8 for its product, one at a time
         "logits": num_rows * model.vocab_size * _F32,
     }
@@ -228,12 +253,12 @@ def _largest_dense(model: ModelConfig) -> int:
     return max(math.prod(p.get_value().shape) for _, p in nnx.to_flat_state(state) if p.stored == "fp8")
 
 
-def _decoded_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, ranks: int) -> dict[str, int]:
+def _decoded_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, split: _Split) -> dict[str, int]:
     """For the reference ops. XLA's own count of the temporaries of small models (prefill of 64 and 256 rows, decode of
     8 slots, up to 4000 tokens) is 0.55 to 1.2 times the sum.
     """
     slots, pages = cache.table.shape
-    heads, dim, window = model.num_attention_heads, model.head_dim, model.sliding_window
+    heads, dim, window = model.num_attention_heads // split.tp, model.head_dim, model.sliding_window
     block = min(rows, _BLOCK_ROWS)
     longest = pages * max((source.rows for source in cache.layout.sources), default=0)  # entries
     if selection_form(rows, numerics) == "mask":
@@ -252,20 +277,20 @@ def _decoded_step(model: ModelConfig, numerics: Numerics, cache: Cache, rows: in
         "candidate masks": num_masks * slots * rows * longest,
         # Products and what is made of them; of attention or of the index, never of both at a time.
         "scores per head": 2 * slots * max(per_head, index_per_head) * _F32,
-        "row activations": slots * rows * _activations(model, ranks) * _F32,
+        "row activations": slots * rows * _activations(model, split) * _F32,
         "logits": slots * rows * model.vocab_size * _F32,
     }
 
 
-def _activations(model: ModelConfig, ranks: int) -> int:
+def _activations(model: ModelConfig, split: _Split) -> int:
     """Values per row in the widest places: streams before and after, queries and outputs of attention, experts.
 
     Each rank's experts are sent the rows of all ranks.
     """
     streams = 2 * model.hc_mult * model.hidden_size
-    attention = 3 * model.num_attention_heads * model.head_dim
-    experts = model.num_experts_per_tok * (model.hidden_size + 3 * model.moe_intermediate_size)
-    return streams + attention + ranks * experts
+    attention = 3 * model.num_attention_heads // split.tp * model.head_dim
+    experts = model.num_experts_per_tok * (model.hidden_size + 3 * model.moe_intermediate_size // split.tp)
+    return streams + attention + split.ranks * experts
 
 
 def _nbytes(tree: Any) -> int:

@@ -19,9 +19,12 @@ from widemesh.model.loading import StoredTensor, load_parameters, place_paramete
 from widemesh.model.numerics import numerics_named
 from widemesh.model.rope import RopeTables
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.exchange_traffic import MeshTraffic
 from widemesh.serving.programs import Programs
 from widemesh.serving.scheduling import PageWrites
+from widemesh.serving.tensor_split import refuse_packed
 from widemesh.sharding import named_sharding
+from widemesh.sharding.own_ranks import OwnRanks, place_everywhere
 
 _SMALLEST_WRITE = 16  # table entries of the smallest program that writes them
 _WRITE_GROWTH = 16  # from one size to the next
@@ -30,19 +33,27 @@ _log = logging.getLogger(__name__)
 
 
 class MeshState:
-    """What one mesh holds. `slots` and `pages` are per rank."""
+    """What one mesh holds. `slots` and `pages` are per rank.
+
+    Ranks, slots and pages are counted over this process's own ranks (`own`), which with one process are all.
+    """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int):
         model, sizes = checkpoint.config, config.scheduler
         _log.info("reading the weights for %d devices", mesh.devices.size)
         graph, numerics = split_model(model)[0], numerics_named(config.numerics, mesh.devices.flat[0].platform)
-        self.ranks, self.slots_per_rank, self.pages_per_rank = mesh.devices.shape[0], slots, pages
+        if numerics.packed_weights:
+            refuse_packed(config.tensor_parallel_size)
+        self.own = OwnRanks.of(mesh)
+        self.ranks, self.slots_per_rank, self.pages_per_rank = self.own.count, slots, pages
         self.table_pages = sizes.pages_per_slot
         self.max_len = self.table_pages * config.page_size
         self.programs = Programs(
-            config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=self.max_len
-        )
+            config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=self.max_len,
+            exchange=config.exchange, batch_invariant=config.batch_invariant,
+        )  # fmt: skip
         self.sharding = self.programs.sharding()
+        self.traffic = MeshTraffic(self.programs)
         self.replicated = named_sharding(mesh, ())
         self._model, self._mesh = model, mesh
         self._fill(checkpoint, config)
@@ -52,12 +63,12 @@ class MeshState:
         """Put on the devices what the programs take."""
         model = self._model
         self.parameters = self.place(checkpoint.read, checkpoint.stored)
-        self.rope: RopeTables = jax.device_put(RopeTables.build(model, self.max_len), self.replicated)
+        self.rope: RopeTables = place_everywhere(RopeTables.build(model, self.max_len), self.replicated)
         layout = page_layout(model, self.programs.numerics, config.page_size)
 
         def make() -> Cache:
-            return init_cache(model, layout, slots=self.ranks * self.slots_per_rank,
-                              pages=self.ranks * self.pages_per_rank, table_pages=self.table_pages)  # fmt: skip
+            return init_cache(model, layout, slots=self.own.total * self.slots_per_rank,
+                              pages=self.own.total * self.pages_per_rank, table_pages=self.table_pages)  # fmt: skip
 
         self.cache: Cache = jax.jit(make, out_shardings=self.sharding)()  # made where it lies
 
@@ -66,21 +77,29 @@ class MeshState:
     ) -> nnx.State[Any, Any]:
         """Parameters of this mesh, laid out as its programs take them, from a function that reads released tensors.
 
-        For packed weights see `load_parameters`.
+        For packed weights see `load_parameters`. Experts of other processes' ranks are not read.
         """
-        owner = initial_slot_owner(self._model.n_routed_experts, self._mesh.devices.size)
+        own = self.own
+        owner = initial_slot_owner(self._model.n_routed_experts, own.total).copy()
+        held = len(owner) // own.total
+        owner[: own.first * held] = owner[(own.first + own.count) * held :] = -1  # zeros, which take no memory
         host: nnx.State[Any, Any] = load_parameters(self._model, self.programs.numerics, owner, read, stored)
         return place_parameters(host, self._mesh)
 
     def put(self, host: Any) -> Any:
         """Host arrays with one part per rank, on the devices. The arrays must not be written again."""
-        return jax.device_put(host, self.sharding)
+        return jax.device_put(host, self.sharding) if self.own.is_whole else self.own.place(host, self.sharding)
+
+    def hand(self, host: Any) -> Any:
+        """Host arrays with one part per rank, as a program takes them. They must not be written again."""
+        return self.own.hand(host, self.sharding)
 
     def one_slot(self, slot: int) -> Int32[np.ndarray, "R"]:
-        """For programs that take one slot per rank: this one, counted over the mesh, and -1 elsewhere."""
+        """For programs that take one slot per rank: this one, counted over own ranks, and -1 elsewhere."""
         slots = np.full(self.ranks, -1, np.int32)
-        rank, local = divmod(slot, self.slots_per_rank)
-        slots[rank] = local
+        if slot >= 0:
+            rank, local = divmod(slot, self.slots_per_rank)
+            slots[rank] = local
         return slots
 
     def write_sizes(self) -> list[int]:
@@ -90,14 +109,15 @@ class MeshState:
             sizes.append(sizes[-1] * _WRITE_GROWTH)
         return sizes
 
-    def write_table(self, writes: PageWrites) -> None:
-        """Set entries of the page tables."""
-        most = self.most_writes(writes)
+    def write_table(self, writes: PageWrites, most: int) -> None:
+        """Set entries of the page tables. `most` are those of the rank that has the most, of any process."""
         size = next(size for size in self.write_sizes() if size >= most)
-        self.cache = self._write_table(self.cache, self.packed_writes(writes, size))
+        self.cache = self._write_table(self.cache, self.hand(self.packed_writes(writes, size)))
 
     def most_writes(self, writes: PageWrites) -> int:
         """Entries of the rank that has the most."""
+        if not len(writes):
+            return 0
         return int(np.bincount(writes.slots // np.int32(self.slots_per_rank), minlength=self.ranks).max())
 
     def packed_writes(self, writes: PageWrites, size: int) -> Int32[np.ndarray, "R size 3"]:

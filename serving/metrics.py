@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,6 +17,9 @@ from prometheus_client.utils import floatToGoString
 from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.histogram import Histogram, one_two_five
 from widemesh.serving.request import FinishReason
+
+if TYPE_CHECKING:
+    from widemesh.serving.exchange_traffic import MeshTraffic
 
 # Upper bounds in seconds. vLLM's, but for the ones below 10 ms between tokens, where a decode step belongs.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -27,6 +31,8 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40
 _STEP_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0,
            5.0, 10.0)  # fmt: skip
 _STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+# What a step waits for others and what starting it costs lies far below a step: 1, 2 and 5 of each power of ten.
+_HOST_S = tuple(digit * 10.0**power for power in range(-5, 1) for digit in (1, 2, 5))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -52,13 +58,16 @@ class PageCounts:
 class EngineMetrics(Collector):
     """Figures of one engine since its start; register it with a `CollectorRegistry` to have them exported.
 
+    `rank` is that of its process in a job of several. `traffic` counts the bytes of exchanges, by the name of the mesh.
+
     The engine's thread alone reports. Reading takes no lock: a
     scrape may see one step's numbers half added, never a number that was not there.
     """
 
-    def __init__(self, *, model_name: str, max_model_len: int, compiles: CompileCounter):
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._compiles = compiles
+    def __init__(self, *, model_name: str, max_model_len: int, compiles: CompileCounter, rank: int = 0,
+                 traffic: Mapping[str, MeshTraffic] | None = None):  # fmt: skip
+        self._labels = {"model_name": model_name, "engine": str(rank)}
+        self._compiles, self._traffic = compiles, traffic or {}
         self._running = self._waiting = 0
         self._prompt_tokens = self._generated_tokens = 0
         self._finished = dict.fromkeys(FinishReason, 0)
@@ -74,6 +83,9 @@ class EngineMetrics(Collector):
         token_bounds = one_two_five(max_model_len)
         self._request_prompt, self._request_output = Histogram(token_bounds), Histogram(token_bounds)
         self._step_tokens, self._step_time = Histogram(_STEP_TOKENS), Histogram(_STEP_S)
+        self._ticket_wait, self._dispatch = Histogram(_HOST_S), Histogram(_HOST_S)
+        self._device_step = Histogram(_STEP_S)
+        self._last_ranks: dict[int, int] = {}
 
     # --- what the engine's thread reports -----------------------------------------------------------------------------
 
@@ -125,6 +137,19 @@ class EngineMetrics(Collector):
             self._step_time.add(step_s)
             self._step_tokens.add(tokens)
 
+    def agreed(self, wait_s: float, last_rank: int) -> None:
+        """The processes of a job have agreed on a step, after this one's wait; `last_rank` answered last."""
+        self._ticket_wait.add(wait_s)
+        self._last_ranks[last_rank] = self._last_ranks.get(last_rank, 0) + 1
+
+    def dispatched(self, seconds: float) -> None:
+        """Starting a step's programs has taken so long on the engine's thread."""
+        self._dispatch.add(seconds)
+
+    def device_step(self, seconds: float) -> None:
+        """A decode step's result is there, so long after its dispatch or, if later, the result before it."""
+        self._device_step.add(seconds)
+
     # --- what a scrape reads ------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
@@ -151,12 +176,17 @@ class EngineMetrics(Collector):
             ("vllm:request_generation_tokens", "Generated tokens of finished requests.", self._request_output),
             ("vllm:iteration_tokens_total", "Prompt and generated tokens of a step.", self._step_tokens),
             ("widemesh:step_time_seconds", "One turn of the engine's loop.", self._step_time),
+            ("widemesh:ticket_wait_seconds", "Wait for the other processes' part of a step.", self._ticket_wait),
+            ("widemesh:dispatch_seconds", "Starting a step's programs.", self._dispatch),
+            ("widemesh:device_step_seconds", "From a decode step's start to its result.", self._device_step),
         ):
             family = HistogramMetricFamily(name, text, labels=tuple(self._labels))
             bounds = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
             family.add_metric(tuple(self._labels.values()), bounds, histogram.sum)
             yield family
+        yield self._last_by_rank()
         yield self._pages_by_state()
+        yield self._exchange_bytes()
         yield self._counter("widemesh:compiles_after_warm_up", "Programs compiled that should have been there already.",
                             self._compiles.after_warm_up)  # fmt: skip
 
@@ -175,6 +205,20 @@ class EngineMetrics(Collector):
                                      labels=(*self._labels, "finished_reason"))  # fmt: skip
         for reason, count in self._finished.items():
             family.add_metric((*self._labels.values(), str(reason)), count)
+        return family
+
+    def _last_by_rank(self) -> CounterMetricFamily:
+        family = CounterMetricFamily("widemesh:ticket_last_rank", "Steps for which a rank's part came last.",
+                                     labels=(*self._labels, "rank"))  # fmt: skip
+        for rank, count in sorted(self._last_ranks.copy().items()):
+            family.add_metric((*self._labels.values(), str(rank)), count)
+        return family
+
+    def _exchange_bytes(self) -> CounterMetricFamily:
+        family = CounterMetricFamily("widemesh:exchange_bytes", "Bytes sent between ranks for experts and tables.",
+                                     labels=(*self._labels, "mesh"))  # fmt: skip
+        for mesh, traffic in self._traffic.items():
+            family.add_metric((*self._labels.values(), mesh), traffic.total)
         return family
 
     def _pages_by_state(self) -> GaugeMetricFamily:

@@ -29,7 +29,8 @@ from widemesh.model.transformer import Boundary, Transformer
 from widemesh.pallas_kernels.gpu import Implementation
 from widemesh.serving.decode_state import DecodeState
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
-from widemesh.sharding import EP_AXIS, AllGatherExchange, partition_spec
+from widemesh.sharding import EP_AXIS, TP_AXIS, TensorParallel, partition_spec
+from widemesh.sharding.exchange import Form, LayerShape, Wish, choose_form, make_exchange
 
 ENDED = 1  # the slot has drawn a stop token or its last one
 NOT_FINITE = 2  # some logits held NaN or infinity, the tokens mean nothing
@@ -82,6 +83,8 @@ class Programs:
     mesh: Mesh
     max_len: int  # tokens a slot has room for
     kernels: Implementation | None = None  # of the ops under packed numerics; None: by the device
+    exchange: Wish = "auto"  # how rows reach their experts
+    batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
     _made: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- prefill --------------------------------------------------------------------------------------------------
@@ -247,10 +250,32 @@ class Programs:
             numerics=self.numerics,
             selection=selection_form(count, self.numerics),
             start_bound=self.max_len - 1,
-            exchange=AllGatherExchange(axis=EP_AXIS),
+            exchange=make_exchange(
+                self.exchange_form(rows.tokens.size), axis=EP_AXIS, platform=self._platform,
+                batch_invariant=self.batch_invariant,
+            ),
+            tp=TensorParallel(size=self.mesh.shape[TP_AXIS]),
             kernels=self.kernels,
         )
         return StepContext(rows, rope, settings)
+
+    def exchange_shape(self, rows: int) -> LayerShape:
+        """A MoE layer of a program with so many rows per rank."""
+        config, ranks = self.config, self.mesh.shape[EP_AXIS]
+        return LayerShape(
+            rows=rows, per_token=config.num_experts_per_tok, hidden=config.hidden_size,
+            value_bytes=jnp.dtype(self.numerics.compute_dtype).itemsize, ranks=ranks,
+            slots=-(-config.n_routed_experts // ranks) * ranks, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+
+    def exchange_form(self, rows: int) -> Form:
+        """How that layer's rows reach their experts."""
+        return choose_form(self.exchange, self.exchange_shape(rows), self._platform)
+
+    @property
+    def _platform(self) -> str:
+        platform: str = self.mesh.devices.flat[0].platform
+        return platform
 
     def _map(self, step: Callable[..., Any], arguments: int, *, donated: int) -> Callable[..., Any]:
         """A program without parameters whose every argument and result has one part per rank."""

@@ -35,6 +35,8 @@ class Command:
 
 COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "serve": Command("widemesh.tools.serve:Serve", "serve a checkpoint over gRPC"),
+    "launch": Command("widemesh.tools.launch:Launch", "serve with several processes on this machine"),
+    "top": Command("widemesh.tools.top:Top", "show what running servers do, from their metrics"),
     "generate": Command("widemesh.tools.generate:Generate", "send a prompt to a server, or decode a file without one"),
     "demo": Command("widemesh.tools.demo:Demo", "serve a small embedded model and send prompts to it"),
     "init-tiny": Command("widemesh.tools.init_tiny:InitTiny", "write a small checkpoint with random weights"),
@@ -42,9 +44,12 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "memory": Command("widemesh.tools.memory:Memory", "print how much memory an engine will hold"),
     "check": Command("widemesh.tools.check:Check", "compile the step programs for GPUs that need not be there"),
     "bench": {
+        "eplb": Command("widemesh.tools.bench.eplb:EplbBench", "simulate expert rebalancing and time its planner"),
+        "exchange": Command("widemesh.tools.bench.exchange:ExchangeBench", "spread experts over ranks, count bytes"),
         "host": Command("widemesh.tools.bench.host:HostBench", "time the engine's own thread at a full batch"),
         "prefill-peer": Command("widemesh.tools.bench.prefill_peer:PrefillPeer", "time one prefill and its floor"),
         "replay": Command("widemesh.tools.bench.replay:Replay", "time a prefill with and without the bounded tail"),
+        "ticket": Command("widemesh.tools.bench.ticket:TicketBench", "time what ranks agree on, beside jax's gloo"),
     },
 }
 
@@ -52,7 +57,8 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
 USER_ERRORS = (
     "widemesh.model.config:ConfigError",
     "widemesh.model.checkpoint:CheckpointError",
-    "widemesh.sharding:MeshError",
+    "widemesh.sharding.mesh:MeshError",
+    "widemesh.sharding.ticket.errors:TicketError",
     "widemesh.serving.request:RequestError",
     "widemesh.serving.engine:EngineError",
     "widemesh.serving.grpc.client:ServerError",

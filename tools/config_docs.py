@@ -24,6 +24,7 @@ import tyro
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig
 from widemesh.serving.metrics_endpoint import MetricsConfig
+from widemesh.serving.process_config import ProcessConfig
 from widemesh.serving.request import SamplingParams
 from widemesh.tools.cli import COMMANDS, Command
 
@@ -35,6 +36,7 @@ SETTINGS: Mapping[type, str] = {
     ),
     ServerConfig: "Flags of `widemesh serve`. In Python: `ServerConfig(...)`.",
     MetricsConfig: "Flags of `widemesh serve`. In Python: a `MetricsEndpoint`, with `engine.metrics` added.",
+    ProcessConfig: "Flags of `widemesh serve`. In Python: `Engine(EngineConfig(...), ProcessConfig(...))`.",
     SamplingParams: (
         "Flags of `widemesh generate`, fields of a line of its `--file`, and fields of the protocol's "
         "`SamplingParams`. In Python: `SamplingParams(...)`."
@@ -125,7 +127,7 @@ def _command_section(name: str, command: Command) -> str:
     if groups:
         links = " and ".join(f"[{group.__name__}](#{group.__name__.lower()})" for group in groups.values())
         text += f"\nTakes the fields of {links}.{_other_defaults(cls, groups)}\n"
-    rows = fields_of(cls, skip=frozenset(groups))
+    rows = fields_of(cls, skip=frozenset(groups) | _hidden(hints))
     flags = [dataclasses.replace(row, name=_flag(row.name, hints[row.name])) for row in rows]
     return f"{text}\n{_table(flags)}" if flags else text
 
@@ -140,6 +142,11 @@ def _other_defaults(cls: type, groups: Mapping[str, type]) -> str:
         if getattr(given.default, field.name) != field.default
     ]
     return f" Here the default of {' and of '.join(changed)}." if changed else ""
+
+
+def _hidden(hints: Mapping[str, Any]) -> frozenset[str]:
+    """The fields that are no flags."""
+    return frozenset(name for name, hint in hints.items() if tyro.conf.Suppress in get_args(hint)[1:])
 
 
 def _settings_of(hint: Any) -> type | None:

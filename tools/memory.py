@@ -75,14 +75,14 @@ def _table(plan: MemoryPlan, title: str) -> Table:
     table.add_column("mesh")
     table.add_column("kind")
     table.add_column("part")
-    table.add_column("per rank", justify="right")
+    table.add_column("per device", justify="right")
     table.add_column("total", justify="right")
     for mesh in plan.meshes:
         for part in mesh.parts:
-            sizes = (part.num_bytes, mesh.ranks * part.num_bytes)
+            sizes = (part.num_bytes, mesh.devices * part.num_bytes)
             table.add_row(mesh.name, part.kind, part.name, *map(format_bytes, sizes))
         sizes = (mesh.rank_bytes, mesh.total_bytes)
-        table.add_row(mesh.name, "", f"all, {mesh.ranks} ranks", *map(format_bytes, sizes), style="bold")
+        table.add_row(mesh.name, "", f"all, {mesh.devices} devices", *map(format_bytes, sizes), style="bold")
         table.add_section()
     table.add_row("both", "", "", "", format_bytes(plan.total_bytes), style="bold")
     return table

@@ -1,4 +1,4 @@
-"""`widemesh serve DIR`: a checkpoint behind the gRPC service, until SIGINT or SIGTERM."""
+"""`widemesh serve DIR`: a checkpoint behind the gRPC service, until SIGINT or SIGTERM, by one process or several."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig, serve
 from widemesh.serving.metrics_endpoint import MetricsConfig, MetricsEndpoint
+from widemesh.serving.process_config import ProcessConfig
 from widemesh.tools.logs import log_to_stderr
 from widemesh.tools.settings import parse_with_file
 
@@ -37,14 +38,16 @@ class Serve:
     engine: tyro.conf.OmitArgPrefixes[EngineFlags]
     server: tyro.conf.OmitArgPrefixes[ServerConfig]
     metrics: tyro.conf.OmitArgPrefixes[MetricsConfig]
+    processes: tyro.conf.OmitArgPrefixes[ProcessConfig]
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None  # YAML file of these settings; flags win
 
     @classmethod
     def parse(cls, prog: str, args: Sequence[str]) -> Serve:
         """Read flags and the file of `--config`. Raises ConfigError; exits with status 2 on wrong flags."""
-        parsed = parse_with_file(cls, prog, args, (EngineFlags, ServerConfig, MetricsConfig))
+        parsed = parse_with_file(cls, prog, args, (EngineFlags, ServerConfig, MetricsConfig, ProcessConfig))
         if not parsed.engine.model:
             raise ConfigError(f"the checkpoint folder is missing; use `{prog} DIR`")
+        parsed.engine.share(parsed.processes.num_processes)
         return parsed
 
     def run(self) -> None:
@@ -62,7 +65,8 @@ class Serve:
         from widemesh.serving.engine import Engine  # imports jax: only once the ports are ours
 
         _log.info("loading %s", self.engine.model)
-        engine = Engine(self.engine)
+        is_alone = self.processes.num_processes == 1
+        engine = Engine(self.engine) if is_alone else Engine(self.engine, self.processes)
         page.add(engine.metrics)
         return engine
 

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from widemesh.model.config import ConfigError
 from widemesh.serving.grpc.servicer import SERVICE_NAME, VllmEngineService
+from widemesh.serving.job import LOST_STATUS, JobEnd, exit_after, exit_now
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ALIVE_CHECK_S = 1.0  # how soon health follows an engine that stopped
+TELL_S = 1.0  # for streams to be told that the job of several processes is lost; less than the job's own end takes
 DRAIN_S = 3.0  # for running streams to end with "abort" after the engine is told to close
 CANCEL_S = 0.5  # for calls that remain: health watches, slow readers
 EXIT_S = 4.5  # after a signal the process ends, whatever hangs
@@ -111,6 +111,15 @@ class GrpcServer:
                 await self._service.wait_idle()
         await self._server.stop(CANCEL_S)
 
+    async def tell_loss(self) -> None:
+        """The engine's processes have lost each other: NOT_SERVING, and every open stream gets UNAVAILABLE."""
+        await self._set_health("", False)
+        await self._set_health(SERVICE_NAME, False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_S):
+                await self._service.wait_idle()
+        await self._server.stop(CANCEL_S)  # watchers of health have been told by then
+
     async def _watch_engine(self, engine: Engine) -> None:
         while engine.is_alive:
             await asyncio.sleep(ALIVE_CHECK_S)
@@ -128,7 +137,8 @@ def serve(make_engine: Callable[[], Engine], config: ServerConfig, *, on_ready: 
 
     The port is bound first, so that a taken one is known before a model is loaded. Raises ConfigError for that and
     whatever `make_engine` raises. `on_ready` gets the bound port once requests are taken. After a signal the process
-    ends with status 0 within 5 s, even while the model is still loading or when the engine hangs.
+    ends with status 0 within 5 s, even while the model is still loading or when the engine hangs. With several
+    processes the others do so too; when one of them is lost, this one ends with status 70.
     """
     asyncio.run(_serve(make_engine, config, on_ready))
 
@@ -140,7 +150,7 @@ async def _serve(make_engine: Callable[[], Engine], config: ServerConfig, on_rea
     signalled = asyncio.Event()
 
     def on_signal() -> None:
-        _exit_after(EXIT_S)
+        exit_after(EXIT_S, 0)
         signalled.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -152,14 +162,32 @@ async def _serve(make_engine: Callable[[], Engine], config: ServerConfig, on_rea
         if not loading.done():
             logger.info("stopped while the model was loading")
             await server.stop()
-            _exit_now()
-        await server.set_engine(await loading)
+            exit_now(0)
+        engine = await loading
+        await server.set_engine(engine)
+        ended: asyncio.Future[JobEnd] = loop.create_future()
+
+        def on_end(end: JobEnd) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+                loop.call_soon_threadsafe(_settle, ended, end)
+
+        engine.job.on_end(on_end)
         on_ready(server.port)
-        await stopping
-        logger.info("shutting down")
+        await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() and ended.result().is_failure:
+            await server.tell_loss()
+            exit_now(LOST_STATUS)
+        if not stopping.done():
+            exit_after(EXIT_S, 0)
+        logger.info("shutting down%s", f": {ended.result().reason}" if ended.done() else "")
     finally:
         stopping.cancel()
         await server.stop()
+
+
+def _settle[T](future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
@@ -185,19 +213,6 @@ async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
 
     threading.Thread(target=work, name="widemesh-load", daemon=True).start()
     return await future
-
-
-def _exit_after(seconds: float) -> None:
-    timer = threading.Timer(seconds, _exit_now)
-    timer.daemon = True
-    timer.start()
-
-
-def _exit_now() -> None:
-    """End the process at once with status 0, past threads that cannot be stopped."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _check_can_listen(host: str, port: int) -> None:

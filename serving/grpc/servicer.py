@@ -93,6 +93,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             if context.cancelled():  # a message could not be sent: the client is gone
                 log.finish = "cancelled"
                 return
+            if engine.job.failure:
+                log.finish = "lost"
+                await _abort(context, grpc.StatusCode.UNAVAILABLE, _lost(engine))
             log.finish = "error"
             logger.exception("request %r failed", log.request_id[:128])
             reason = str(err).split("\n", 1)[0][:200]
@@ -131,6 +134,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             collected: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
             num_left = call.sampling.n
             async for delta in deltas:
+                if delta.finish_reason is FinishReason.ERROR and engine.job.failure:
+                    raise ConnectionError(engine.job.failure)
                 log.add(delta)
                 if not call.stream:
                     collected[delta.index].append(delta)
@@ -251,7 +256,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         if self._engine is None:
             return f"the model is still loading; wait until grpc.health.v1 reports SERVING for {SERVICE_NAME}"
         if not self._engine.is_alive:
-            return "the engine has stopped; see the server's log and restart it"
+            return _lost(self._engine) or "the engine has stopped; see the server's log and restart it"
         return ""
 
     async def _ready_engine(self, context: grpc.aio.ServicerContext) -> Engine:
@@ -259,6 +264,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         if problem or self._engine is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, problem)
         return self._engine
+
+
+def _lost(engine: Engine) -> str:
+    """Why the engine's processes cannot go on together; empty if they can."""
+    reason = engine.job.failure
+    return f"this server's group of processes has ended ({reason}); send the request to another one" if reason else ""
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:

@@ -3,10 +3,11 @@
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.page_hash import hash_pages
 from widemesh.serving.scheduling.page_pool import PagePool
-from widemesh.serving.scheduling.plan import Accepted, DecodePlan, KvLoad, PageWrites, PrefillPlan, StepPlan
+from widemesh.serving.scheduling.plan import NO_WRITES, Accepted, DecodePlan, KvLoad, PageWrites, PrefillPlan, StepPlan
 from widemesh.serving.scheduling.replay import ReplayConfig, ReplayRule
 from widemesh.serving.scheduling.request import RequestState, ScheduledRequest
 from widemesh.serving.scheduling.scheduler import Scheduler
 
-__all__ = ["Accepted", "DecodePlan", "KvLoad", "PagePool", "PageWrites", "PrefillPlan", "ReplayConfig", "ReplayRule",
-           "RequestState", "ScheduledRequest", "Scheduler", "SchedulerConfig", "StepPlan", "hash_pages"]  # fmt: skip
+__all__ = ["NO_WRITES", "Accepted", "DecodePlan", "KvLoad", "PagePool", "PageWrites", "PrefillPlan",
+           "ReplayConfig", "ReplayRule", "RequestState", "ScheduledRequest", "Scheduler", "SchedulerConfig", "StepPlan",
+           "hash_pages"]  # fmt: skip

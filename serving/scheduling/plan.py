@@ -34,14 +34,14 @@ class PageWrites:
     def join(cls, parts: list[PageWrites]) -> PageWrites:
         """All entries together."""
         if not parts:
-            return _NOTHING
+            return NO_WRITES
         if len(parts) == 1:
             return parts[0]
         columns = zip(*((p.slots, p.places, p.pages) for p in parts), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 
 
-_NOTHING = PageWrites(*[np.zeros(0, np.int32)] * 3)
+NO_WRITES = PageWrites(*[np.zeros(0, np.int32)] * 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ class StepPlan[RequestT: ScheduledRequest]:
     joined: tuple[RequestT, ...] = ()  # decode from this step on, loaded or without need of it
     admitted: tuple[RequestT, ...] = ()
     preempted: tuple[RequestT, ...] = ()
-    prefill_pages: PageWrites = _NOTHING
+    prefill_pages: PageWrites = NO_WRITES
     prefill: PrefillPlan[RequestT] | None = None
-    decode_pages: PageWrites = _NOTHING
+    decode_pages: PageWrites = NO_WRITES
     decode: DecodePlan | None
 
     @property

@@ -74,6 +74,12 @@ def test_meanings_are_found_where_they_may_stand() -> None:
     }
 
 
+def test_a_field_that_is_no_flag_is_left_out() -> None:
+    command = config_docs.Command("widemesh.tools.launch:Launch", "")
+    section = config_docs._command_section("widemesh launch", command)
+    assert "| `--num-processes` |" in section and "handed" not in section
+
+
 def test_a_field_without_meaning_is_refused() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Silent:

@@ -78,7 +78,12 @@ def test_names_and_types(metrics: EngineMetrics) -> None:
         "vllm:request_generation_tokens": "histogram",
         "vllm:iteration_tokens_total": "histogram",
         "widemesh:step_time_seconds": "histogram",
+        "widemesh:ticket_wait_seconds": "histogram",
+        "widemesh:dispatch_seconds": "histogram",
+        "widemesh:device_step_seconds": "histogram",
+        "widemesh:ticket_last_rank": "counter",
         "widemesh:pages": "gauge",
+        "widemesh:exchange_bytes": "counter",
         "widemesh:compiles_after_warm_up": "counter",
     }
 
@@ -159,6 +164,28 @@ def test_pages_and_prefix_cache(metrics: EngineMetrics) -> None:
     assert page.value("vllm:num_preemptions_total") == 2
 
 
+def test_where_a_step_of_several_processes_waits(metrics: EngineMetrics) -> None:
+    for wait_s, rank in ((0.00004, 3), (0.0003, 11), (7.0, 3)):
+        metrics.agreed(wait_s, rank)
+    metrics.dispatched(0.0002)
+    metrics.device_step(0.008)
+    metrics.device_step(0.012)
+    page = Page(metrics)
+    assert page.histogram("widemesh:ticket_wait_seconds") == (3, pytest.approx(7.00034))
+    assert page.value("widemesh:ticket_wait_seconds_bucket", le="2e-05") == 0
+    assert page.value("widemesh:ticket_wait_seconds_bucket", le="5e-05") == 1
+    assert page.value("widemesh:ticket_wait_seconds_bucket", le="5.0") == 2
+    assert page.histogram("widemesh:dispatch_seconds") == (1, 0.0002)
+    assert page.histogram("widemesh:device_step_seconds") == (2, pytest.approx(0.02))
+    assert page.value("widemesh:ticket_last_rank_total", rank="3") == 2
+    assert page.value("widemesh:ticket_last_rank_total", rank="11") == 1
+
+
+def test_the_engine_label_is_the_rank(compiles: SimpleNamespace) -> None:
+    metrics = EngineMetrics(model_name="tiny", max_model_len=100, compiles=cast(CompileCounter, compiles), rank=7)
+    assert {dict(labels)["engine"] for _, labels in Page(metrics).samples} == {"7"}
+
+
 def test_compiles_are_read_when_asked(metrics: EngineMetrics, compiles: SimpleNamespace) -> None:
     assert Page(metrics).value("widemesh:compiles_after_warm_up_total") == 0
     compiles.after_warm_up = 3
@@ -232,6 +259,9 @@ def test_numbers_match_a_generation(engine: Engine, growth: Growth) -> None:
     # Every token but a prompt's last is computed by a prefill step, every output token by a decode step.
     eventually(lambda: growth.sum("vllm:iteration_tokens_total"), sum(lengths) - 6 + made)
     assert growth.count("widemesh:step_time_seconds") == growth.count("vllm:iteration_tokens_total") >= 12
+    steps = growth.count("widemesh:device_step_seconds")
+    assert 6 <= steps <= made and growth.sum("widemesh:device_step_seconds") < 60
+    assert growth.count("widemesh:dispatch_seconds") >= steps and growth.sum("widemesh:dispatch_seconds") > 0
     page = Page(engine.metrics)
     assert page.value("vllm:num_requests_running") == page.value("vllm:num_requests_waiting") == 0
     assert {dict(labels)["model_name"] for _, labels in page.samples} == {engine.config.model}

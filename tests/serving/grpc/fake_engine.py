@@ -11,6 +11,8 @@ import numpy as np
 from prometheus_client import Counter
 
 from widemesh.model.config import ModelConfig
+from widemesh.serving.agreement import step_schema
+from widemesh.serving.job import Job
 from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
 
@@ -48,6 +50,7 @@ class FakeEngine:
         self.delay_s, self.burst, self.script = delay_s, burst, script
         self.fail_after, self.die_after = fail_after, die_after
         self.is_alive = True
+        self.job = Job.alone(step_schema(1))
         self.asked: list[tuple[str, list[int], SamplingParams]] = []
         self.ended: dict[str, str] = {}
         self.aborts: list[str] = []

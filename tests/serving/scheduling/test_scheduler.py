@@ -410,6 +410,29 @@ def test_loads_are_capped_and_first_come_first_served(start, prompt, cap) -> Non
     run.drain()
 
 
+@pytest.mark.parametrize("ends", ["parked", "running", "all"])
+def test_requests_parked_before_their_load_do_not_use_slots_up(start, prompt, ends) -> None:
+    """As many as there are slots run or wait for their load; whichever of them end, the next ones get in."""
+    run = start(max_new_kv_loads_per_step=1, max_num_seqs=4, prefill_slots_per_rank=4, max_num_batched_tokens=80,
+                prefill_pages=80, decode_pages=80)  # fmt: skip
+    for turn in range(6):
+        requests = [run.submit(prompt(6, 10 * turn + i), max_tokens=20) for i in range(4)]
+        while not any(r.state is RequestState.RUNNING for r in requests):
+            run.step()
+        states = [r.state for r in requests]
+        assert states.count(RequestState.READY) == 3 and run.scheduler.num_running == 4
+        queued = run.submit(prompt(6, 10 * turn + 5), max_tokens=2)
+        run.step()
+        assert queued.state is RequestState.QUEUED
+        for request in requests:
+            if ends == "all" or (request.state is RequestState.RUNNING) == (ends == "running"):
+                run.scheduler.finish(request, ABORT)
+        run.step()
+        assert queued.state is not RequestState.QUEUED
+        run.drain()
+        assert queued.finish_reason is FinishReason.LENGTH and run.scheduler.num_running == 0
+
+
 def test_a_load_waits_for_its_prefill(start, prompt) -> None:
     run = start(depth=3)
     request = run.submit(prompt(5))

@@ -1,0 +1,148 @@
+"""The processes of one engine: how they meet, how they part, and what becomes of the rest when one is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+from widemesh.model.config import ConfigError
+from widemesh.serving.process_config import ProcessConfig
+from widemesh.sharding.ticket import Lifeline, LocalTicket, NetTicket, Ticket, TicketError, TicketSchema
+
+LOST_STATUS = 70  # with which a process ends when its job is lost
+EXIT_S = 2.0  # from the loss to the end, for streams to be told
+_CULPRIT_S = 1.0  # for the lifeline to say who is lost, when a collective has failed first
+_PORT = "port"  # field of the ticket
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """Why there is no job any more."""
+
+    reason: str
+    is_failure: bool  # else the processes have parted in good order
+
+
+class Job:
+    """This process's tie to the others. Made by `alone` or `join`.
+
+    When another process is lost, or reports that it cannot go on, listeners hear of it on whatever thread has noticed,
+    and `EXIT_S` later this process ends itself with `LOST_STATUS`: its devices may wait in a collective for ever.
+    """
+
+    def __init__(self, ticket: Ticket, address: str = ""):
+        self.ticket, self.jax_address = ticket, address
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[JobEnd], None]] = []
+        self._end: JobEnd | None = None
+        self._has_ended = threading.Event()
+        self._lifeline: Lifeline | None = None
+
+    @classmethod
+    def alone(cls, schema: TicketSchema) -> Job:
+        """Of a single process."""
+        return cls(LocalTicket(schema))
+
+    @classmethod
+    def join(
+        cls, processes: ProcessConfig, schema: TicketSchema, digests: Mapping[str, str], timeout_s: float
+    ) -> Job:
+        """Meet the others and see that all have the same `digests`. `timeout_s`: how long silence may last from now.
+
+        `jax_address` is where JAX's coordinator is to be. Raises ConfigError if they do not meet or differ.
+        """
+        if processes.coordinator is None:
+            return cls.alone(schema)
+        host = processes.coordinator.rpartition(":")[0]
+        port = 0 if processes.process_id else _free_port(host)
+        try:
+            ticket = NetTicket.join(
+                schema, rank=processes.process_id, size=processes.num_processes, address=processes.coordinator,
+                timeout_s=timeout_s, join_timeout_s=processes.join_timeout_s, digests=digests,
+            )  # fmt: skip
+            job = cls(ticket)
+            job._lifeline = Lifeline(ticket, job._lose, timeout_s=timeout_s)
+            told = ticket.post(dict.fromkeys((field.name for field in schema.fields), 0) | {_PORT: port}).wait()
+            ticket.end_wave()  # which this exchange would otherwise begin
+        except TicketError as err:
+            raise ConfigError(f"the processes of coordinator={processes.coordinator} cannot start: {err}") from None
+        job.jax_address = f"{host}:{told.value(_PORT)}"
+        return job
+
+    @property
+    def failure(self) -> str:
+        """Why the job is lost; empty if it is not."""
+        return self._end.reason if self._end is not None and self._end.is_failure else ""
+
+    def on_end(self, listener: Callable[[JobEnd], None]) -> None:
+        """Call a function once, on any thread, when the job has ended; at once if it has."""
+        with self._lock:
+            if self._end is None:
+                self._listeners.append(listener)
+                return
+        listener(self._end)
+
+    def leave(self, reason: str) -> None:
+        """Part in good order, when all have agreed to. With a single process nothing happens."""
+        if self._lifeline is None:
+            return
+        self._lifeline.close()
+        self.ticket.close()
+        self._finish(JobEnd(reason=reason, is_failure=False))
+
+    def fail(self, failure: BaseException) -> None:
+        """This process cannot go on: tell the others, and end. With a single process nothing happens."""
+        if self._lifeline is None:
+            return
+        if not isinstance(failure, TicketError):
+            self._has_ended.wait(_CULPRIT_S)  # it may be another's end that this one's collective has stumbled over
+        if self._end is None:
+            first = str(failure).split("\n", 1)[0][:300]
+            told = isinstance(failure, TicketError)
+            reason = first if told else f"rank {self.ticket.rank} has failed ({type(failure).__name__}: {first})"
+            self._lifeline.fail(reason)
+            self._finish(JobEnd(reason=reason, is_failure=True))
+
+    def _lose(self, rank: int, reason: str) -> None:
+        self._finish(JobEnd(reason=reason, is_failure=True))
+
+    def _finish(self, end: JobEnd) -> None:
+        with self._lock:
+            if self._end is not None:
+                return
+            self._end = end
+            listeners, self._listeners = self._listeners, []
+        if end.is_failure:
+            _log.error("%s; this process, rank %d, ends with status %d", end.reason, self.ticket.rank, LOST_STATUS)
+            exit_after(EXIT_S, LOST_STATUS)
+        self._has_ended.set()
+        for listener in listeners:
+            listener(end)
+
+
+def exit_after(seconds: float, status: int) -> None:
+    """End the process after that time, past threads that cannot be stopped."""
+    timer = threading.Timer(seconds, exit_now, (status,))
+    timer.daemon = True
+    timer.start()
+
+
+def exit_now(status: int) -> None:
+    """End the process at once, past threads that cannot be stopped."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _free_port(host: str) -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
