@@ -55,7 +55,7 @@ def step_schema(most_loads: int) -> TicketSchema:
 class Agreement:
     """For the engine's thread; `wake` for any. `on_agreed` hears of every exchange: seconds waited, and who came last.
 
-    A single process agrees with itself and exchanges nothing. Several step together in waves: while one of them has
+    A single process (`is_alone`) has nobody to ask. Several step together in waves: while one of them has
     work, all take every step, and when none has, all rest until a request comes to one of them.
     """
 
@@ -64,7 +64,6 @@ class Agreement:
         self._waves = WaveControl(ticket)
         self._num_loads = len(ticket.schema.fields) - len(_FIELDS)
         self._is_alone = ticket.size == 1
-        self._part: Part | None = None
         self._pending: Pending | None = None
 
     @property
@@ -95,17 +94,12 @@ class Agreement:
 
     def post(self, part: Part) -> None:
         """Send what this process needs. `wait` must follow."""
-        self._part = part
-        if not self._is_alone:
-            self._pending = self._ticket.post(self._vector(part))
+        self._pending = self._ticket.post(self._vector(part))
 
     def wait(self) -> Step:
         """What all have agreed on. Raises TicketError when a process is lost or does something else."""
-        part, pending = self._part, self._pending
-        assert part is not None
-        if pending is None:
-            return Step(needs=part.needs, updates_weights=part.can_update)
-        merged = pending.wait()
+        assert self._pending is not None, "wait without post"
+        merged = self._pending.wait()
         self._waves.settle(merged)
         self._on_agreed(merged.wait_s, merged.last_rank)
         return self._step(merged)

@@ -31,10 +31,20 @@ from widemesh.serving.programs import NOT_FINITE
 from widemesh.serving.request import FinishReason, RequestError, TokenLogprobs
 from widemesh.serving.running_set import RunningSet
 from widemesh.serving.sampling import RowLogprobs, SlotSettings, TallyRow, full_mask
-from widemesh.serving.scheduling import NO_WRITES, Accepted, DecodePlan, PagePool, PrefillPlan, Scheduler, StepPlan
-from widemesh.serving.step_needs import StepNeeds
-from widemesh.serving.step_work import IDLE, DecodeWork, StepWork, make_work
+from widemesh.serving.scheduling import (
+    NO_WRITES,
+    Accepted,
+    DecodePlan,
+    PagePool,
+    PageWrites,
+    PrefillPlan,
+    Scheduler,
+    StepPlan,
+)
+from widemesh.serving.step_needs import DECODE_ONLY, StepNeeds
+from widemesh.serving.step_work import IDLE, NO_WORK, DecodeWork, StepWork, make_work
 from widemesh.serving.structured import ConstraintError
+from widemesh.sharding.ticket import TicketError
 
 _STEPS_IN_FLIGHT = 2
 
@@ -63,7 +73,7 @@ class WeightUpdate:
 
 class EngineLoop:
     """Runs until `stop`, or until another process stops. Requests in flight then, and after a defect, end with abort
-    or error. `on_end` is called on the loop's thread once it is over: with its failure, or None."""
+    or error. `on_end` is called on the loop's thread: with its failure at once, or with None when all is over."""
 
     def __init__(
         self,
@@ -85,6 +95,8 @@ class EngineLoop:
         self._sampling, _ = self._settings.sync(())
         self._unsent: set[Mailbox] = set()
         self._reported_requests = -1  # that had ended by the last report on pages
+        self._planned: StepPlan[Request] | None = None  # the last plan, if `_work` says all of it
+        self._work = NO_WORK
         self._rows: tuple[DecodePlan, Int32[np.ndarray, "slots"]] | None = None  # of the last plan
         self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
         self._any_awaits = False
@@ -176,8 +188,10 @@ class EngineLoop:
             while self._take_in():
                 self._turn()
         except Exception as err:
-            _log.exception("the engine has failed; every request in flight ends with an error")
+            is_ours = not isinstance(err, TicketError)  # else another process is the cause, which the message names
+            _log.error("the engine has failed (%s); every request in flight ends with an error", err, exc_info=is_ours)
             reason, self.failure = FinishReason.ERROR, self.failure or err
+            self._on_end(self.failure)  # first, since readers of what follows ask why
         with self._lock:
             self._is_stopping = True
             left = [*self._live.values(), *self._inbox]
@@ -188,18 +202,13 @@ class EngineLoop:
         for update in self._updates:
             update.is_over.set()
         self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
-        self._on_end(self.failure)
+        if self.failure is None:
+            self._on_end(None)
 
     def _take_in(self) -> bool:
         """Move posted requests and aborts into the scheduler; rest while there is nothing to do. False: stop."""
-        while not self._agreement.is_stepping and self.stopped_by < 0:
-            if not self._is_due():
-                self._send()
-                self._is_resting = True
-            may_step = self._agreement.rest(self._is_due)
-            self._is_resting = False
-            if may_step:
-                break
+        if not self._in_flight:  # else the processes are stepping
+            self._rest()
         with self._lock:
             if self.stopped_by >= 0 or (self._is_stopping and self._agreement.is_alone):
                 return False
@@ -216,6 +225,17 @@ class EngineLoop:
             if request_id in self._live:
                 self._finish(self._live[request_id], reason)
         return True
+
+    def _rest(self) -> None:
+        """Return when there is a step to take, with the other processes."""
+        while not self._agreement.is_stepping and self.stopped_by < 0:
+            if not self._is_due():
+                self._send()
+                self._is_resting = True
+            may_step = self._agreement.rest(self._is_due)
+            self._is_resting = False
+            if may_step:
+                return
 
     def _is_due(self) -> bool:
         """Whether this process has a reason to take a step."""
@@ -250,27 +270,40 @@ class EngineLoop:
         )
         if plan.preempted:
             self._running.store_times()
-        work = make_work(plan, IDLE if plan.decode is None else self._decode_work(plan.decode), self._device)
-        self._told_update = self._can_update
-        self._agreement.post(
-            Part(needs=work.needs, has_work=self._has_work, stops=self._is_stopping, can_update=self._told_update,
-                 weights_version=self.weights_version)
-        )  # fmt: skip
-        if plan.prefill is not None or plan.loads:  # which take a while to dispatch
-            self._send()
-        step = self._agreement.wait()
-        if step.stopped_by >= 0:
-            self.stopped_by = step.stopped_by
+        if plan is not self._planned or self._running.constrained:  # it is the same in most steps
+            decode = IDLE if plan.decode is None else self._decode_work(plan.decode)
+            self._work = make_work(plan, decode, self._device)
+            self._planned = plan if self._work.needs is DECODE_ONLY else None
+        work = self._work
+        needs = self._agree(plan, work)
+        if needs is None:
             return
-        if step.updates_weights:
-            self._update_weights()
-        self._dispatch(plan, work, step.needs)
+        self._dispatch(plan, work, needs)
         self._send()
-        if self._in_flight and (not step.needs.decodes or len(self._in_flight) >= _STEPS_IN_FLIGHT):
+        if self._in_flight and (not needs.decodes or len(self._in_flight) >= _STEPS_IN_FLIGHT):
             self._settle(*self._in_flight.popleft())
-        elif not step.needs.decodes and self._prefilling:
+        elif not needs.decodes and self._prefilling:
             self._prefilling[0][1].wait()
         self._report(plan, time.monotonic() - start_s)
+
+    def _agree(self, plan: StepPlan[Request], work: StepWork) -> StepNeeds | None:
+        """What all processes dispatch; None: nothing, ever again. Applies new weights, if all have them."""
+        self._told_update = bool(self._updates) and self._can_update
+        if self._agreement.is_alone:
+            needs, updates_weights = work.needs, self._told_update
+        else:
+            self._agreement.post(
+                Part(needs=work.needs, has_work=self._has_work, stops=self._is_stopping, can_update=self._told_update,
+                     weights_version=self.weights_version)
+            )  # fmt: skip
+        if plan.prefill is not None or plan.loads:  # which take a while to dispatch
+            self._send()
+        if not self._agreement.is_alone:
+            step = self._agreement.wait()
+            self.stopped_by, needs, updates_weights = step.stopped_by, step.needs, step.updates_weights
+        if updates_weights:
+            self._update_weights()
+        return needs if self.stopped_by < 0 else None
 
     def _make_way(self, update: WeightUpdate) -> None:
         """Abort what has started if an update asks for it. New requests wait meanwhile."""
@@ -293,7 +326,19 @@ class EngineLoop:
 
     def _dispatch(self, plan: StepPlan[Request], work: StepWork, needs: StepNeeds) -> None:
         """Run what all processes need, in one order; where this one needs less, on idle arguments."""
-        now_s = time.monotonic()
+        now_s, pages = time.monotonic(), plan.decode_pages
+        if needs is not DECODE_ONLY:
+            pages = self._dispatch_events(plan, work, needs, now_s)
+        if needs.decodes:
+            step = self._device.decode_step(work.decode.rows, pages, self._sampling, work.decode.mask)
+            self._in_flight.append((plan.decode, step))
+        if needs.decodes or needs.prefill.rows or needs.prefill.scored_rows:
+            self._metrics.dispatched(time.monotonic() - now_s)
+
+    def _dispatch_events(
+        self, plan: StepPlan[Request], work: StepWork, needs: StepNeeds, now_s: float
+    ) -> PageWrites:
+        """Everything that comes before the decode step. Returns the table entries that travel with it."""
         device = self._device
         for request in plan.admitted:
             if request.trace.started_s is None:
@@ -312,16 +357,10 @@ class EngineLoop:
                 device.join(-1, None)
         for i in range(needs.tallies):
             device.set_tally(work.decode.tallies[i] if i < len(work.decode.tallies) else None)
-        pages = plan.decode_pages
+        is_separate = work.needs.decode_writes > 0
         if needs.decode_writes:
-            is_own = work.needs.decode_writes > 0
-            device.decode_pages(pages if is_own else NO_WRITES, needs.decode_writes)
-            pages = NO_WRITES if is_own else pages
-        if needs.decodes:
-            step = device.decode_step(work.decode.rows, pages, self._sampling, work.decode.mask)
-            self._in_flight.append((plan.decode, step))
-        if needs.decodes or self._prefilling:
-            self._metrics.dispatched(time.monotonic() - now_s)
+            device.decode_pages(plan.decode_pages if is_separate else NO_WRITES, needs.decode_writes)
+        return NO_WRITES if is_separate else plan.decode_pages
 
     def _prefill_done(self, plan: PrefillPlan[Request] | None, step: PrefillStep) -> None:
         if plan is None:

@@ -23,7 +23,7 @@ class DecodeWork:
     tallies: tuple[TallyRow, ...] = ()  # to be written before it
 
 
-IDLE = DecodeWork()
+IDLE = DecodeWork()  # no slot of this process has work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,9 @@ class StepWork:
     prefill: list[PrefillRow | None]  # by rank
     joins: tuple[Request, ...] = ()
     decode: DecodeWork = IDLE
+
+
+NO_WORK = StepWork(needs=NOTHING, prefill=[])
 
 
 def make_work(plan: StepPlan[Request], decode: DecodeWork, device: DeviceEngine) -> StepWork:

@@ -17,6 +17,7 @@ from widemesh.serving import Completion, Engine, EngineConfig, RequestError, Sam
 from widemesh.serving.device import PrefillRow, PrefillStep
 from widemesh.serving.prompt_scores import PromptScores
 from widemesh.serving.request import Delta
+from widemesh.serving.step_needs import PrefillSize
 from widemesh.tools.init_tiny import write_tiny
 
 # Around a chunk (8 rows, 24 in the bounded engine), a page (4 tokens), the window (16), and one and two tokens.
@@ -120,9 +121,9 @@ def test_others_get_what_they_get_alone(
     askers = [prompt(length, 8) for length in (41, 9, 30, 12)]
     run, mixed = either.device.prefill_step, []
 
-    def watched(work: list[PrefillRow | None]) -> PrefillStep:
+    def watched(work: list[PrefillRow | None], size: PrefillSize) -> PrefillStep:
         mixed.append({row.targets is None for row in work if row} == {True, False})
-        return run(work)
+        return run(work, size)
 
     monkeypatch.setattr(either.device, "prefill_step", watched)
     for order in (1, -1):

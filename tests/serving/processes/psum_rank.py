@@ -14,7 +14,7 @@ from widemesh.serving.agreement import step_schema
 from widemesh.serving.job import Job
 from widemesh.serving.process_config import ProcessConfig
 
-TIMEOUT_S = 2.0  # of silence
+TIMEOUT_S = 5.0  # of silence
 
 if __name__ == "__main__":
     coordinator, size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
