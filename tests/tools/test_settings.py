@@ -45,7 +45,7 @@ def test_generate_reads_engine_settings(tmp_path):
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [
-        ("max_model_length: 3", "max_model_length is no setting; known are decode_devices, "),
+        ("max_model_length: 3", "max_model_length is no setting; known are batch_invariant, "),
         ("[1, 2]", "must hold settings, not list"),
         ("a: [", "is not valid YAML"),
         ("port: {a: 1}", "port must be one value or a list of values"),
