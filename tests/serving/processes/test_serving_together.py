@@ -86,19 +86,26 @@ def test_longest_request_beside_short_ones(job, ask, prompts, settings) -> None:
     assert [len(tokens) for tokens in answers(ask, work)] == [1, 20, 25]
 
 
-def test_prompt_logprobs_equal_the_model(job, ask, prompts, folder: Path) -> None:
-    """What the model says of every token of a prompt, to 1e-5: each process runs it for a prompt of its own."""
+def check_logprobs(ask: Ask, asked: list[tuple[int, np.ndarray]], folder: Path) -> None:
+    """What the model says of every token of a prompt, and its 20 likeliest at each place, to 1e-5; all together."""
     model = ForwardModel.load(folder, NUMERICS["plain"])
-    with ThreadPoolExecutor(3) as pool:
-        asked = [(1, prompts[1]), (0, prompts[3]), (1, prompts[2])]
-        found = list(pool.map(lambda one: list(ask(job[one[0]].port, one[1].tolist(), max_tokens=2, prompt_logprobs=5)),
-                              asked))  # fmt: skip
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda one: list(ask(one[0], one[1].tolist(), max_tokens=2, prompt_logprobs=20)), asked))
     for (_, prompt), messages in zip(asked, found, strict=True):
         (scores,) = [m.chunk.input_logprobs for m in messages if m.chunk.HasField("input_logprobs")]
-        got = np.array([entry.value for entry in scores.token_logprobs[1:]])
         logits = model.logits(prompt)[:-1].astype(np.float64)
         logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        np.testing.assert_allclose(got, logprobs[np.arange(len(got)), prompt[1:]], rtol=1e-5, atol=1e-5)
+        chosen = np.array([entry.value for entry in scores.token_logprobs[1:]])
+        np.testing.assert_allclose(chosen, logprobs[np.arange(len(chosen)), prompt[1:]], rtol=1e-5, atol=1e-5)
+        for top, row in zip(scores.top_logprobs[1:], logprobs, strict=True):
+            assert len(top.values) == 20
+            np.testing.assert_allclose(top.values, np.sort(row)[::-1][:20], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(top.values, row[list(top.token_ids)], rtol=1e-5, atol=1e-5)
+
+
+def test_logprobs_equal_the_model(job, ask, prompts, folder: Path) -> None:
+    """Each process runs it for prompts of its own."""
+    check_logprobs(ask, [(job[rank].port, prompts[i]) for rank, i in ((1, 1), (0, 3), (1, 2))], folder)
 
 
 def test_signal_ends_the_job_in_order(job, ask) -> None:
@@ -124,5 +131,6 @@ def test_four_processes(run_job, ask, folder: Path, settings, prompts) -> None:
     with run_job(*[wider] * 4) as served:
         ports = [served[int(place)].port for place in "00011310"]
         assert answers(ask, list(zip(ports, prompts, SAMPLING, strict=True))) == wanted
+        check_logprobs(ask, [(served[rank].port, prompts[i]) for rank, i in ((3, 1), (0, 3), (1, 2))], folder)
         served[2].process.send_signal(signal.SIGTERM)
         assert [one.exit_status(15) for one in served] == [0, 0, 0, 0]
