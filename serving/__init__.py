@@ -1,6 +1,7 @@
 """The serving engine: requests, scheduling, step programs, sampling, transfer and the gRPC service."""
 
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.process_config import ProcessConfig
 from widemesh.serving.request import (
     Completion,
     Delta,
@@ -11,8 +12,8 @@ from widemesh.serving.request import (
     TokenLogprobs,
 )
 
-__all__ = ["Completion", "Delta", "Engine", "EngineConfig", "EngineError", "FinishReason", "RequestError",
-           "SamplingParams", "Status", "TokenLogprobs"]  # fmt: skip
+__all__ = ["Completion", "Delta", "Engine", "EngineConfig", "EngineError", "FinishReason", "ProcessConfig",
+           "RequestError", "SamplingParams", "Status", "TokenLogprobs"]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

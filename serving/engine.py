@@ -95,6 +95,16 @@ class Engine:
         engram_hash = load_engram_hash(self.model_config, config.model)
         self.job = self._join(processes, checkpoint)
         self.job.on_end(self._end_job)
+        try:
+            self._open(checkpoint, engram_hash, scheduler, processes)
+        except BaseException as err:
+            self.job.fail(err)  # the others would wait for this process in a collective
+            raise
+
+    def _open(
+        self, checkpoint: Checkpoint, engram_hash: EngramHash, scheduler: Scheduler[Request], processes: ProcessConfig
+    ) -> None:
+        config = self.config
         enable_compile_cache()
         self.meshes = make_meshes(
             config.prefill_devices, config.decode_devices, config.tensor_parallel_size, processes.num_processes

@@ -60,8 +60,12 @@ class Job:
         """
         if processes.coordinator is None:
             return cls.alone(schema)
+        if processes.num_processes == 1:
+            _log.warning("coordinator=%s is given, but num_processes is 1: this process serves alone",
+                         processes.coordinator)  # fmt: skip
         host = processes.coordinator.rpartition(":")[0]
         port = 0 if processes.process_id else _free_port(host)
+        job: Job | None = None
         try:
             ticket = NetTicket.join(
                 schema, rank=processes.process_id, size=processes.num_processes, address=processes.coordinator,
@@ -72,6 +76,8 @@ class Job:
             told = ticket.post(dict.fromkeys((field.name for field in schema.fields), 0) | {_PORT: port}).wait()
             ticket.end_wave()  # which this exchange would otherwise begin
         except TicketError as err:
+            if job is not None:
+                job.leave("the start has failed")
             raise ConfigError(f"the processes of coordinator={processes.coordinator} cannot start: {err}") from None
         job.jax_address = f"{host}:{told.value(_PORT)}"
         return job
@@ -107,7 +113,7 @@ class Job:
             first = str(failure).split("\n", 1)[0][:300]
             told = isinstance(failure, TicketError)
             reason = first if told else f"rank {self.ticket.rank} has failed ({type(failure).__name__}: {first})"
-            self._lifeline.fail(reason)
+            self._lifeline.fail(reason, failure.rank if isinstance(failure, TicketError) else None)
             self._finish(JobEnd(reason=reason, is_failure=True))
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -124,7 +130,10 @@ class Job:
             exit_after(EXIT_S, LOST_STATUS)
         self._has_ended.set()
         for listener in listeners:
-            listener(end)
+            try:
+                listener(end)
+            except Exception:  # whatever one does, the others must hear
+                _log.exception("a listener has failed at the end of the job")
 
 
 def exit_after(seconds: float, status: int) -> None:

@@ -214,8 +214,9 @@ class EngineLoop:
                 return False
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, {}
+            for request in arrived:  # here, so that `lose` always finds a request in one of the two
+                self._live[request.request_id] = request
         for request in arrived:
-            self._live[request.request_id] = request
             try:
                 self._scheduler.submit(request)
             except RequestError as err:  # it was checked when it was posted; somebody else has been quicker
@@ -288,7 +289,7 @@ class EngineLoop:
 
     def _agree(self, plan: StepPlan[Request], work: StepWork) -> StepNeeds | None:
         """What all processes dispatch; None: nothing, ever again. Applies new weights, if all have them."""
-        self._told_update = bool(self._updates) and self._can_update
+        self._told_update = self._can_update
         if self._agreement.is_alone:
             needs, updates_weights = work.needs, self._told_update
         else:

@@ -24,6 +24,8 @@ from widemesh.tools.settings import parse_with_file
 SERVE = (sys.executable, "-m", "widemesh.tools.cli", "serve")
 _CPU_DEVICES = "--xla_force_host_platform_device_count"
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_NO_GPUS = ("-1", "NoDevFiles")  # values of it that hide all GPUs
+_DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
 _STOP_S = 2 * EXIT_S  # a server ends itself within EXIT_S of a signal; a loaded machine may take longer
 _HOST = "127.0.0.1"  # where the processes meet
 # Flags that servers are not given as they stand.
@@ -83,7 +85,7 @@ class Launch:
         """
         count = self.num_processes
         ports = {"port": self.server.port, "metrics-port": self.metrics.metrics_port}
-        gpus = _shares(env.get(_VISIBLE_GPUS, ""), count)
+        gpus = _shares(env.get(_VISIBLE_GPUS, ",".join(_present_gpus())), count)
         devices = (self.engine.prefill_devices + self.engine.decode_devices) // count
         xla_flags = env.get("XLA_FLAGS", "")
         if _CPU_DEVICES not in xla_flags:
@@ -111,9 +113,17 @@ def without(names: Sequence[str], args: Sequence[str]) -> Iterator[str]:
             next(rest, None)
 
 
+def _present_gpus() -> list[str]:
+    """Indices of the GPUs that the driver shows; without a share each process would take the first ones for itself."""
+    folders = list(_DRIVER.iterdir()) if _DRIVER.is_dir() else []
+    return [str(index) for index in range(len(folders))]
+
+
 def _shares(gpus: str, count: int) -> list[str]:
     """The visible GPUs in equal parts, none if the environment names none. Raises ConfigError if they are uneven."""
     names = [name for name in gpus.split(",") if name.strip()]
+    if names and names[0].strip() in _NO_GPUS:
+        return []
     if len(names) % count:
         raise ConfigError(f"{_VISIBLE_GPUS}={gpus} cannot be shared by num_processes={count}; name a multiple of it")
     size = len(names) // count

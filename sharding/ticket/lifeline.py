@@ -89,11 +89,14 @@ class Lifeline:
             self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
             self._thread.start()
 
-    def fail(self, reason: str) -> None:
-        """Tell all other ranks that this one cannot go on. Sent when it returns; `on_failure` is not called here."""
+    def fail(self, reason: str, rank: int | None = None) -> None:
+        """Tell all other ranks that this one cannot go on, because of another `rank` if that is so.
+
+        Sent when it returns; `on_failure` is not called here.
+        """
         self._reported.acquire(blocking=False)
         for line in self._lines.values():
-            line.send(_Kind.FAIL, self._ticket.rank, reason)
+            line.send(_Kind.FAIL, self._ticket.rank if rank is None else rank, reason)
 
     def close(self) -> None:
         """Leave in good order: no failure to anybody, and none is reported here any more."""

@@ -408,3 +408,17 @@ def wait_idle(engine: Engine, timeout_s: float = 10.0) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_an_engine_that_cannot_open_tells_the_other_processes(engine_config, monkeypatch) -> None:
+    """They wait for it in a collective, and would for ever."""
+    told: list[BaseException] = []
+    monkeypatch.setattr("widemesh.serving.job.Job.fail", lambda job, failure: told.append(failure))
+
+    def full(*_: object) -> None:
+        raise MemoryError("no room for the weights")
+
+    monkeypatch.setattr(Engine, "_open_device", full)
+    with pytest.raises(MemoryError, match="no room for the weights"):
+        Engine(engine_config)
+    assert [str(failure) for failure in told] == ["no room for the weights"]

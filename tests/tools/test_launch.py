@@ -75,6 +75,16 @@ def test_visible_gpus_are_shared_out() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in launch.ranks("h:1", {})[0].env
     with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=0,1,2 cannot be shared by num_processes=2; name a"):
         launch.ranks("h:1", {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    hidden = launch.ranks("h:1", {"CUDA_VISIBLE_DEVICES": "-1"})
+    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in hidden] == ["-1", "-1"]
+
+
+def test_all_gpus_of_a_machine_are_shared_out_when_none_is_named(tmp_path, monkeypatch) -> None:
+    for bus in ("0000:03:00.0", "0000:04:00.0"):
+        (tmp_path / bus).mkdir()
+    monkeypatch.setattr("widemesh.tools.launch._DRIVER", tmp_path)
+    ranks = parse("/there", "--num-processes", "2").ranks("h:1", {})
+    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["0", "1"]
 
 
 @pytest.mark.parametrize("args", [["--port", "1", "d", "--x"], ["--port=1", "d", "--x"], ["d", "--x", "--port", "1"]])

@@ -43,9 +43,11 @@ def watch(
             is_heard.wait(5)
         elif act == "fail":
             lifeline.fail("out of memory on GPU 3")
+        elif act == "blame":
+            lifeline.fail("rank 3 did not send its part", 3)
         elif act == "leave":
             lifeline.close()
-        if act in ("fail", "leave"):
+        if act in ("fail", "blame", "leave"):
             time.sleep(watch_s)
             return {"heard": heard, "raised": None}
     raised = None

@@ -68,6 +68,13 @@ def test_a_failure_is_told_to_all_with_its_reason(culprit):
             assert result["raised"][:2] == ["TicketLost", culprit]
 
 
+def test_a_rank_that_fails_for_another_names_the_other():
+    others, itself = watch(4, 1, "blame", watch_s=1.5)
+    assert itself["heard"] == []
+    for result in others.values():
+        assert [of[:2] for of in result["heard"]] == [[3, "rank 3 did not send its part"]]
+
+
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_to_leave_is_no_failure(culprit):
     others, itself = watch(4, culprit, "leave", watch_s=1.6)
