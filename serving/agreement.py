@@ -10,8 +10,9 @@ import numpy as np
 from widemesh.serving.step_needs import PrefillSize, StepNeeds
 from widemesh.sharding.ticket import WAVE_FIELDS, Field, Merged, Pending, Ticket, TicketSchema, WaveControl
 
+JAX_PORT = "jax_port"  # of JAX's coordinator
 _FIELDS = (
-    Field("port", "max"),  # of JAX's coordinator: before the first step, process 0 tells it
+    Field(JAX_PORT, "max"),  # before the first step, process 0 tells it
     Field("weights_version", "equal"),
     *WAVE_FIELDS,
     Field("stops", "any"),  # this process wants the job to end

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 
 from widemesh.model.config import ConfigError
+from widemesh.serving.agreement import JAX_PORT
 from widemesh.serving.process_config import ProcessConfig
 from widemesh.sharding.ticket import Lifeline, LocalTicket, NetTicket, Ticket, TicketError, TicketSchema
+from widemesh.sharding.ticket.addresses import free_port
 
 LOST_STATUS = 70  # with which a process ends when its job is lost
-EXIT_S = 2.0  # from the loss to the end, for streams to be told
+LOSS_EXIT_S = 2.0  # from the loss to the end, for streams to be told
 _CULPRIT_S = 1.0  # for the lifeline to say who is lost, when a collective has failed first
-_PORT = "port"  # field of the ticket
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Job:
     """This process's tie to the others. Made by `alone` or `join`.
 
     When another process is lost, or reports that it cannot go on, listeners hear of it on whatever thread has noticed,
-    and `EXIT_S` later this process ends itself with `LOST_STATUS`: its devices may wait in a collective for ever.
+    and `LOSS_EXIT_S` later this process ends itself with `LOST_STATUS`: its devices may wait in a collective for ever.
     """
 
     def __init__(self, ticket: Ticket, address: str = ""):
@@ -63,8 +63,7 @@ class Job:
         if processes.num_processes == 1:
             _log.warning("coordinator=%s is given, but num_processes is 1: this process serves alone",
                          processes.coordinator)  # fmt: skip
-        host = processes.coordinator.rpartition(":")[0]
-        port = 0 if processes.process_id else _free_port(host)
+        port = 0 if processes.process_id else free_port()
         job: Job | None = None
         try:
             ticket = NetTicket.join(
@@ -73,13 +72,13 @@ class Job:
             )  # fmt: skip
             job = cls(ticket)
             job._lifeline = Lifeline(ticket, job._lose, timeout_s=timeout_s)
-            told = ticket.post(dict.fromkeys((field.name for field in schema.fields), 0) | {_PORT: port}).wait()
+            told = ticket.post(dict.fromkeys((field.name for field in schema.fields), 0) | {JAX_PORT: port}).wait()
             ticket.end_wave()  # which this exchange would otherwise begin
         except TicketError as err:
             if job is not None:
                 job.leave("the start has failed")
             raise ConfigError(f"the processes of coordinator={processes.coordinator} cannot start: {err}") from None
-        job.jax_address = f"{host}:{told.value(_PORT)}"
+        job.jax_address = f"{processes.coordinator.rpartition(':')[0]}:{told.value(JAX_PORT)}"
         return job
 
     @property
@@ -127,7 +126,7 @@ class Job:
             listeners, self._listeners = self._listeners, []
         if end.is_failure:
             _log.error("%s; this process, rank %d, ends with status %d", end.reason, self.ticket.rank, LOST_STATUS)
-            exit_after(EXIT_S, LOST_STATUS)
+            exit_after(LOSS_EXIT_S, LOST_STATUS)
         self._has_ended.set()
         for listener in listeners:
             try:
@@ -148,10 +147,3 @@ def exit_now(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _free_port(host: str) -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from widemesh.model.config import ConfigError
+from widemesh.sharding.ticket import TicketError
+from widemesh.sharding.ticket.addresses import split_address
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class ProcessConfig:
         if count > 1 and self.coordinator is None:
             raise ConfigError(f"num_processes={count} need a place to meet; give coordinator=HOST:PORT of process 0")
         if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ConfigError(f"coordinator={self.coordinator!r} is no address; use HOST:PORT")
+            try:
+                split_address(self.coordinator)
+            except TicketError:
+                raise ConfigError(f"coordinator={self.coordinator!r} is no address; use HOST:PORT") from None

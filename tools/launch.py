@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from widemesh.model.config import ConfigError
 from widemesh.serving.grpc.server import EXIT_S, ServerConfig
 from widemesh.serving.metrics_endpoint import MetricsConfig
 from widemesh.serving.process_config import ProcessConfig
+from widemesh.sharding.ticket.addresses import free_port
 from widemesh.tools.rank_processes import Rank, run_ranks
 from widemesh.tools.serve import EngineFlags
 from widemesh.tools.settings import parse_with_file
@@ -75,7 +74,7 @@ class Launch:
         return dataclasses.replace(parsed, handed_on=tuple(without(_OWN_FLAGS, args)))
 
     def run(self) -> int:
-        coordinator = f"{_HOST}:{self.coordinator_port or _free_port()}"
+        coordinator = f"{_HOST}:{self.coordinator_port or free_port()}"
         return run_ranks(self.ranks(coordinator, os.environ, SERVE), stop_s=_STOP_S, say=_say)
 
     def ranks(self, coordinator: str, env: Mapping[str, str], serve: Sequence[str] = SERVE) -> list[Rank]:
@@ -128,12 +127,6 @@ def _shares(gpus: str, count: int) -> list[str]:
         raise ConfigError(f"{_VISIBLE_GPUS}={gpus} cannot be shared by num_processes={count}; name a multiple of it")
     size = len(names) // count
     return [",".join(names[rank * size : (rank + 1) * size]) for rank in range(count)] if names else []
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _say(sentence: str) -> None:

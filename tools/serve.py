@@ -65,8 +65,7 @@ class Serve:
         from widemesh.serving.engine import Engine  # imports jax: only once the ports are ours
 
         _log.info("loading %s", self.engine.model)
-        is_alone = self.processes.num_processes == 1
-        engine = Engine(self.engine) if is_alone else Engine(self.engine, self.processes)
+        engine = Engine(self.engine, self.processes)
         page.add(engine.metrics)
         return engine
 

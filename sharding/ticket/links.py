@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from widemesh.sharding.ticket.addresses import family_of
 from widemesh.sharding.ticket.errors import TicketError, TicketTimeout
 from widemesh.sharding.ticket.schedule import make_schedule
 
@@ -89,11 +90,6 @@ class Door:
                     continue
                 missing.remove(rank)
                 found[rank] = no_delay(caller)
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    """IPv4 or IPv6, by the look of an address or by what a name resolves to."""
-    return socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
 
 
 def no_delay(sock: socket.socket) -> socket.socket:

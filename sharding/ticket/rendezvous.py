@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from widemesh.sharding.ticket.addresses import family_of, split_address
 from widemesh.sharding.ticket.errors import TicketError, TicketMismatch, TicketTimeout
-from widemesh.sharding.ticket.links import Door, Place, family_of, no_delay
+from widemesh.sharding.ticket.links import Door, Place, no_delay
 
 _PROTOCOL = "widemesh-ticket-1"
 _LENGTH = struct.Struct("!I")
@@ -41,7 +42,7 @@ def meet(
     schema: str, *, rank: int, size: int, address: str, timeout_s: float, digests: Mapping[str, str] | None = None
 ) -> Links:
     """Find all ranks and connect to the peers of `rank`. Raises TicketError, TicketMismatch or TicketTimeout."""
-    host, port = _split(address)
+    host, port = split_address(address)
     if size < 1 or not 0 <= rank < size:
         raise TicketError(f"rank={rank} must be from 0 to size - 1 with size={size}")
     if size == 1:
@@ -298,14 +299,6 @@ def _compare(digests: Mapping[int, Mapping[str, str]]) -> TicketMismatch | None:
     if not problems:
         return None
     return TicketMismatch(f"{'; '.join(problems)}; start all ranks with the same model, settings and version", culprit)
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise TicketError(f"address={address!r} must be host:port; use for example 10.0.0.1:8476")
-    return host, int(port)
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:

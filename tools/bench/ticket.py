@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from widemesh.model.config import ConfigError
+from widemesh.sharding.ticket.addresses import free_port
 
 _GIVE_UP_S = 600.0  # for one set of processes; starting jax in 16 of them takes a minute on two idle cores
 _TAIL = 2000
@@ -27,7 +27,7 @@ class TicketBench:
     """Time an exchange of the step ticket and jax's gloo all-reduce of the same vector, one set of processes each.
 
     The last line printed is a JSON object with `rows`, one for each number of processes: `rounds` of an exchange,
-    `messages` of all ranks together, and in microseconds `us_ticket`, `us_gloo` and `us_wait_after_10ms`, what is left
+    `messages` of all ranks together, and in microseconds `us_ticket`, `us_gloo` and `us_wait_after_step`, what is left
     to wait when a step lies between the two ends of an exchange. Times are medians over ranks of each rank's median.
     """
 
@@ -59,7 +59,7 @@ class TicketBench:
                     "messages": round(sum(rank["messages"] for rank in ticket)),
                     "us_ticket": round(_median(ticket, "us"), 1),
                     "us_gloo": round(_median(gloo, "us"), 1),
-                    "us_wait_after_10ms": round(_median(ticket, "us_wait"), 1),
+                    "us_wait_after_step": round(_median(ticket, "us_wait"), 1),
                 }
             )
         console.print(self._table(rows))
@@ -68,7 +68,7 @@ class TicketBench:
     def _measure(self, kind: str, size: int) -> list[dict[str, Any]]:
         """What each rank of one set of processes has found. Raises RuntimeError with what a failed one has said."""
         with tempfile.TemporaryFile("w+") as said:
-            address = f"127.0.0.1:{_free_port()}"
+            address = f"127.0.0.1:{free_port()}"
             options = [str(size), address, str(self.exchanges), str(self.step_ms)]
             module = [sys.executable, "-m", "widemesh.tools.bench.ticket_ranks"]
             ranks = [
@@ -103,18 +103,10 @@ class TicketBench:
                 *(str(row[name]) for name in ("processes", "rounds", "messages")),
                 *(f"{row[name]:,.0f}" for name in ("us_ticket", "us_gloo")),
                 f"{row['us_gloo'] / row['us_ticket']:.1f}",
-                f"{row['us_wait_after_10ms']:,.0f}",
+                f"{row['us_wait_after_step']:,.0f}",
             )
         return table
 
 
 def _median(ranks: list[dict[str, Any]], name: str) -> float:
     return statistics.median(rank[name] for rank in ranks)
-
-
-def _free_port() -> int:
-    """A port that nothing listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

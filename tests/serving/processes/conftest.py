@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from widemesh.model.checkpoint import write_checkpoint
 from widemesh.model.presets import TINY_MESH
 from widemesh.model.random_weights import random_tensors
 from widemesh.model.tiny_tokenizer import tiny_tokenizer
+from widemesh.sharding.ticket.addresses import free_port
 
 # A window layer with Engram and one that stores keys: few layers, since each process compiles them.
 MODEL = dataclasses.replace(
@@ -50,13 +50,6 @@ compiler.distributed = types.SimpleNamespace(global_state=everybody)
 from widemesh.tools.cli import main
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Served:

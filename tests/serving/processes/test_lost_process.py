@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from widemesh.serving.agreement import step_schema
 from widemesh.serving.grpc.servicer import SERVICE_NAME
-from widemesh.serving.job import EXIT_S, LOST_STATUS, Job
+from widemesh.serving.job import LOSS_EXIT_S, LOST_STATUS, Job
 from widemesh.serving.process_config import ProcessConfig
 from widemesh.sharding.ticket import TicketError
 
@@ -64,7 +64,7 @@ def test_others_end_with_70_and_name_the_rank(number: signal.Signals, victim: in
     with summing(size, new_port()) as ranks:
         ranks[victim].send_signal(number)
         left = [rank for i, rank in enumerate(ranks) if i != victim]
-        found, logs = statuses(left, TIMEOUT_S + EXIT_S + SLACK_S)
+        found, logs = statuses(left, TIMEOUT_S + LOSS_EXIT_S + SLACK_S)
         assert found == [LOST_STATUS] * (size - 1), logs
         assert all(f"rank {victim} " in log for log in logs), logs
 
@@ -80,7 +80,7 @@ def test_a_failure_is_told_to_the_others(new_port, monkeypatch: pytest.MonkeyPat
     jobs[0].on_end(lambda end: told.put(end.reason))
     jobs[1].fail(ValueError("the moon is full"))
     assert told.get(timeout=10) == jobs[0].failure == "rank 1 has failed (ValueError: the moon is full)"
-    assert ends == [(EXIT_S, LOST_STATUS)] * 2
+    assert ends == [(LOSS_EXIT_S, LOST_STATUS)] * 2
     with pytest.raises(TicketError, match="the moon is full"):  # so that its loop ends, if it can
         jobs[0].ticket.sleep()
 
@@ -103,7 +103,7 @@ def test_clients_are_told(start, ask) -> None:
                 seen.append(message.status)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "rank 0" in error.value.details()
-    assert second.exit_status(EXIT_S + SLACK_S) == LOST_STATUS
+    assert second.exit_status(LOSS_EXIT_S + SLACK_S) == LOST_STATUS
     assert "rank 0 " in second.log()
     status = health_pb2.HealthCheckResponse.ServingStatus
     assert seen == [status.SERVING, status.NOT_SERVING]

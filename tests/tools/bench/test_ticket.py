@@ -12,7 +12,7 @@ def test_last_line_has_a_row_for_each_number_of_processes(capsys):
     TicketBench(processes="2", exchanges=5, step_ms=1.0).run()
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert (row["processes"], row["rounds"], row["messages"]) == (2, 1, 2)
-    assert min(row["us_ticket"], row["us_gloo"], row["us_wait_after_10ms"]) > 0
+    assert min(row["us_ticket"], row["us_gloo"], row["us_wait_after_step"]) > 0
 
 
 @pytest.mark.parametrize(
