@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from widemesh.eplb.balance import count_copies
-
-HASH_FACTOR = 2654435769  # 2^32 over the golden ratio: consecutive rows spread evenly over any few copies
+from widemesh.pallas_kernels import replica_hash
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,5 +41,5 @@ def build_maps(slot_owner: Int32[np.ndarray, "L X"], num_experts: int, max_copie
 def choose_slot(row: Int32[np.ndarray, "T"], expert: Int32[np.ndarray, "T"], slots: Int32[np.ndarray, "E C"],
                 copies: Int32[np.ndarray, "E"]) -> Int32[np.ndarray, "T"]:  # fmt: skip
     """The slot that serves each row of one layer: by a hash of its number over all ranks. Expert -1 gives slot -1."""
-    turn = (row.astype(np.uint64) * HASH_FACTOR % (1 << 32) % copies[expert].astype(np.uint64)).astype(np.int32)
+    turn = (row.astype(np.uint64) * replica_hash.FACTOR % (1 << 32) % copies[expert].astype(np.uint64)).astype(np.int32)
     return np.where(expert < 0, -1, slots[expert, turn])

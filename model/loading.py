@@ -46,6 +46,8 @@ def load_parameters(
 ) -> nnx.State[Any, Any]:  # fmt: skip
     """Host arrays of every parameter in the form that `numerics` take, in the state's structure.
 
+    `slot_owner` [L, X], or [X] for all layers alike, names the expert that each physical slot holds; slots with owner
+    -1 are zero and are never routed to.
     Packed weights are the bytes that `stored` gives; without it, the values that `read` gives are quantised.
     """
     if not numerics.packed_weights:
@@ -58,16 +60,15 @@ def read_parameters(
 ) -> nnx.State[Any, Any]:
     """Host arrays (f32) of every parameter, in the state's structure.
 
-    `read` gives a tensor by its released name. `slot_owner` [X] names the expert that each physical slot holds; slots
-    with owner -1 are zero and are never routed to.
+    `read` gives a tensor by its released name. `slot_owner` as in `load_parameters`.
     """
     _, state = split_model(config)
     filled = []
     for path, variable in nnx.to_flat_state(state):
-        if _is_expert(path):
-            shape = variable.get_value().shape[1:]
-            array = np.zeros((len(slot_owner), *shape), np.float32)
-            for slot, expert in enumerate(slot_owner):
+        if is_expert(path):
+            shape, owner = variable.get_value().shape[1:], _owner(slot_owner, path)
+            array = np.zeros((len(owner), *shape), np.float32)
+            for slot, expert in enumerate(owner):
                 if expert >= 0:
                     array[slot] = read(_expert_name(path, expert))
         else:
@@ -86,11 +87,11 @@ def read_packed_parameters(
     _, state = split_model(config, NUMERICS["serving"])
     filled = []
     for path, variable in nnx.to_flat_state(state):
-        if _is_expert(path):
-            abstract = variable.get_value()
-            codes, scales = (np.zeros((len(slot_owner), *part.shape[1:]), np.uint8) for part in
+        if is_expert(path):
+            abstract, owner = variable.get_value(), _owner(slot_owner, path)
+            codes, scales = (np.zeros((len(owner), *part.shape[1:]), np.uint8) for part in
                              (abstract.codes, abstract.scales))  # fmt: skip
-            for slot, expert in enumerate(slot_owner):
+            for slot, expert in enumerate(owner):
                 if expert >= 0:
                     codes[slot], scales[slot] = map(_bytes, stored(_expert_name(path, expert)))
             value: Any = PackedMatrix(codes=codes, scales=scales)  # type: ignore[arg-type]
@@ -152,8 +153,14 @@ def _bytes(array: np.ndarray | None) -> np.ndarray:
     return array.view(np.uint8)
 
 
-def _is_expert(path: tuple[Any, ...]) -> bool:
+def is_expert(path: tuple[Any, ...]) -> bool:
+    """Whether the parameter at this path of the state lies in physical expert slots."""
     return path[-2:-1] == ("experts",) and path[-1] in _EXPERT_MATRICES
+
+
+def _owner(slot_owner: np.ndarray, path: tuple[Any, ...]) -> np.ndarray:
+    """Of the layer that the parameter at this path belongs to."""
+    return slot_owner if slot_owner.ndim == 1 else slot_owner[path[path.index("layers") + 1]]
 
 
 def _name(path: tuple[Any, ...]) -> str:

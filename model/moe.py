@@ -17,6 +17,7 @@ from widemesh.model.linear import Linear, product
 from widemesh.model.params import matrix, param, value
 from widemesh.model.step import StepContext
 from widemesh.pallas_kernels.grouped_moe import ExpertMath, PackedExperts, grouped_moe
+from widemesh.pallas_kernels.route import count_rows
 
 _WEIGHT_EPS = 1e-20  # a constant of the router, whatever the norms use
 
@@ -67,13 +68,15 @@ class Experts(nnx.Module):
         self, x: Float[Array, "M D"], slots: Int32[Array, "M K"], weights: Float[Array, "M K"], math: ExpertMath,
         step: StepContext,
     ) -> Float[Array, "M D"]:
-        """f32 sum over the slots of this rank; `slots` outside 0..held-1 add nothing."""
+        """f32 sum over the slots of this rank; `slots` outside 0..held-1 add nothing. Records the load of each."""
         w1, w3, w2 = value(self.w1), value(self.w3), value(self.w2)
         if step.numerics.packed_weights:
-            out, _ = packed_ops.grouped_moe_packed(
+            out, load = packed_ops.grouped_moe_packed(
                 x, slots, weights, PackedExperts(w1=w1, w3=w3, w2=w2), math, implementation=step.settings.kernels
             )
+            step.record("load", load)
             return out
+        step.record("load", count_rows(slots, self.held))
         implementation = step.settings.moe_implementation
         return grouped_moe(x, slots, weights, w1, w3, w2, math, implementation=implementation)
 
@@ -116,9 +119,7 @@ class MoE(nnx.Module):
         )  # fmt: skip
         flat = x.reshape(-1, x.shape[-1])
         experts, weights = self.gate(flat, step)
-        # Slot e holds expert e: the initial placement, and the only one until experts move.
-        slots = jnp.where(step.rows.valid.reshape(-1, 1), experts, -1)
-        sent = settings.exchange.dispatch(flat, slots, weights, self.experts.held, experts)
+        sent = settings.exchange.dispatch(flat, step.slots_of(experts), weights, self.experts.held, experts)
         routed = self.experts(sent.x, sent.slots, sent.weights, math, step)
         y = settings.exchange.combine(routed, sent) + self.shared_experts(flat, math)
         y = num.round(y if each_whole else settings.tp.sum(y)).reshape(x.shape)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int32
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.pallas_kernels.gpu import Implementation
+from widemesh.pallas_kernels.route import choose_slots
 from widemesh.sharding.exchange import Exchange, LocalExchange
 from widemesh.sharding.tensor_parallel import TensorParallel
 
@@ -90,6 +91,22 @@ class DictRecorder(Recorder):
         self.values[name] = value
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReplicaMaps:
+    """Where the copies of every expert lie: arguments of a program, so that moving experts compiles nothing.
+
+    All layers' ([L, E, C] and [L, E]), or those of one layer.
+    """
+
+    expert_slots: Int32[Array, "*L E C"]  # physical slots over all ranks, -1 past the last copy
+    copies: Int32[Array, "*L E"]  # how many there are, at least 1
+
+    def of(self, layer: int) -> ReplicaMaps:
+        """Those of one layer."""
+        return ReplicaMaps(self.expert_slots[layer], self.copies[layer])
+
+
 @dataclasses.dataclass(frozen=True)
 class StepContext:
     """Rows, tables, settings and recorder of one traced step, with a prefix for recorded names."""
@@ -99,6 +116,8 @@ class StepContext:
     settings: StepSettings
     recorder: Recorder = dataclasses.field(default_factory=Recorder)
     prefix: str = ""
+    replicas: ReplicaMaps | None = None  # None: slot e holds expert e
+    first_row: Int32[Array, ""] | int = 0  # number over all ranks of this rank's first row
 
     @property
     def numerics(self) -> Numerics:
@@ -108,6 +127,19 @@ class StepContext:
     def at(self, name: str) -> StepContext:
         """The same context with `name.` in front of what is recorded."""
         return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
+
+    def layer(self, index: int) -> StepContext:
+        """The context of one layer: its maps, and its name in front of what is recorded."""
+        replicas = None if self.replicas is None else self.replicas.of(index)
+        return dataclasses.replace(self.at(f"layers.{index}"), replicas=replicas)
+
+    def slots_of(self, experts: Int32[Array, "T K"]) -> Int32[Array, "T K"]:
+        """Physical slots that serve this layer's rows; -1 for padding rows."""
+        experts = jnp.where(self.rows.valid.reshape(-1, 1), experts, -1)
+        if self.replicas is None:
+            return experts
+        rows = self.first_row + jnp.arange(len(experts), dtype=jnp.int32)
+        return choose_slots(experts, rows, self.replicas.expert_slots, self.replicas.copies)
 
     def record(self, name: str, value: Array) -> None:
         """Record an intermediate under the current prefix."""

@@ -86,7 +86,7 @@ class Transformer(nnx.Module):
         shared = Shared.start(cache, self.config, step)
         layers = []
         for layer, (block, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            streams, pre, new_cache, shared = block(streams, pre, layer_cache, shared, step.at(f"layers.{layer}"))
+            streams, pre, new_cache, shared = block(streams, pre, layer_cache, shared, step.layer(layer))
             layers.append(new_cache)
         return self.leave(streams, pre, step), dataclasses.replace(cache, pages=shared.pages, layers=tuple(layers))
 
@@ -102,11 +102,11 @@ class Transformer(nnx.Module):
         layers, cut = list(cache.layers), self.config.replay_cut
         for layer in range(cut):
             streams, pre, layers[layer], shared = self.layers[layer](
-                streams, pre, layers[layer], shared, step.at(f"layers.{layer}")
+                streams, pre, layers[layer], shared, step.layer(layer)
             )
         streams, pre = settle(streams, pre, step)
         streams, near, layers[cut], shared = self.layers[cut].write(
-            streams, pre, layers[cut], shared, step.at(f"layers.{cut}")
+            streams, pre, layers[cut], shared, step.layer(cut)
         )
         cache = dataclasses.replace(cache, pages=shared.pages, layers=tuple(layers))
         return Boundary(streams, pre, near, shared.selection, shared.candidates), cache
@@ -123,12 +123,12 @@ class Transformer(nnx.Module):
         if self.config.roles[cut].owns_kv:
             shared = keys_of(step).view(self.layers[cut].attn, shared, step)
         streams, pre, shared = self.layers[cut].finish(
-            boundary.streams, boundary.pre, boundary.near, shared, step.at(f"layers.{cut}")
+            boundary.streams, boundary.pre, boundary.near, shared, step.layer(cut)
         )
         above = dataclasses.replace(step, rows=dataclasses.replace(step.rows, first=step.rows.start))
         for layer in range(cut + 1, len(layers)):
             streams, pre, layers[layer], shared = self.layers[layer](
-                streams, pre, layers[layer], shared, above.at(f"layers.{layer}")
+                streams, pre, layers[layer], shared, above.layer(layer)
             )
         return self.leave(streams, pre, step), dataclasses.replace(cache, layers=tuple(layers))
 

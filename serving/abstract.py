@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from widemesh.eplb import ExpertLayout
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
 from widemesh.model.engram_device_hash import EngramDeviceHash
-from widemesh.model.loading import split_model
+from widemesh.model.loading import is_expert, split_model
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTable, RopeTables
-from widemesh.model.step import Rows
+from widemesh.model.step import ReplicaMaps, Rows
 from widemesh.serving.decode_state import DecodeState
+from widemesh.serving.expert_load import ExpertLoad
 from widemesh.serving.programs import Programs
 from widemesh.serving.sampling import SamplingRows, init_tally, mask_words
 from widemesh.sharding import named_sharding, whole_parts
@@ -36,6 +38,7 @@ class AbstractArguments:
     slots: int
     pages: int
     page_size: int
+    window: int = 0  # steps of expert load that are kept
 
     def decode(self, steps: int = 1) -> tuple[Any, ...]:
         """Of `Programs.decode(steps)`."""
@@ -50,24 +53,31 @@ class AbstractArguments:
         writes = jax.ShapeDtypeStruct((ranks, entries, 3), jnp.int32)
         mask = jax.ShapeDtypeStruct((slots, mask_words(config.vocab_size)), jnp.uint32)
         hash_ = EngramDeviceHash.abstract(config) if config.engram_layer_ids else None
-        per_rank = self._placed((self.cache(), state, tally, control, writes, sampling, mask))
-        return self.parameters(), *per_rank, self._placed(hash_, PartitionSpec()), self.rope()
+        layout = self.programs.expert_layout
+        load = jax.eval_shape(functools.partial(
+            ExpertLoad.zeros, ranks, self.window, layout.num_layers, layout.slots_per_rank
+        ))  # fmt: skip
+        per_rank = self._placed((self.cache(), state, tally, load, control, writes, sampling, mask))
+        record = jax.ShapeDtypeStruct((), jnp.int32)
+        everywhere = self._placed((hash_, record), PartitionSpec())
+        return self.parameters(), *per_rank, everywhere[0], self.rope(), self.replicas(), everywhere[1]
 
     def prefill(self, rows: int) -> tuple[Any, ...]:
         """Of `Programs.prefill(rows)` and of `Programs.encode(rows)`."""
-        return self.parameters(), self._placed(self.cache()), self._placed(self.rows(rows)), self.rope()
+        per_rank = self._placed((self.cache(), self.rows(rows)))
+        return self.parameters(), *per_rank, self.rope(), self.replicas()
 
     def tail(self, rows: int) -> tuple[Any, ...]:
         """Of `Programs.tail`, behind an encode of `rows` rows; traces that encode to know what it hands on."""
-        parameters, cache, batch, rope = self.prefill(rows)
-        boundary, _ = jax.eval_shape(self.programs.encode(rows), parameters, cache, batch, rope)
-        return parameters, cache, self._placed(boundary), batch, rope
+        parameters, cache, batch, *tables = self.prefill(rows)
+        boundary, _ = jax.eval_shape(self.programs.encode(rows), parameters, cache, batch, *tables)
+        return parameters, cache, self._placed(boundary), batch, *tables
 
     def parameters(self) -> nnx.State[Any, Any]:
         """Every parameter, experts with all physical slots of the mesh."""
-        programs, ranks = self.programs, self._ranks
+        programs, layout = self.programs, self.programs.expert_layout
         placed = []
-        for path, variable in nnx.to_flat_state(abstract_parameters(programs.config, programs.numerics, ranks)):
+        for path, variable in nnx.to_flat_state(abstract_parameters(programs.config, programs.numerics, layout)):
             sharding = named_sharding(programs.mesh, variable.axes)
             value = jax.tree.map(functools.partial(_with_sharding, sharding), variable.get_value())
             placed.append((path, variable.replace(value)))
@@ -100,6 +110,14 @@ class AbstractArguments:
         table = RopeTable(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2)  # type: ignore[arg-type]
         return self._placed(RopeTables(plain=table, compressed=table), PartitionSpec())
 
+    def replicas(self) -> ReplicaMaps:
+        """Where the copies of experts lie, on every rank."""
+        layout = self.programs.expert_layout
+        copies = (layout.num_layers, layout.num_experts)
+        maps = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((*copies, layout.max_copies), copies)]
+        placed: ReplicaMaps = self._placed(ReplicaMaps(*maps), PartitionSpec())  # type: ignore[arg-type]
+        return placed
+
     @property
     def _ranks(self) -> int:
         return int(self.programs.mesh.devices.shape[0])
@@ -110,19 +128,21 @@ class AbstractArguments:
         return jax.tree.map(functools.partial(_with_sharding, sharding), tree)
 
 
-def abstract_parameters(config: ModelConfig, numerics: Numerics, ranks: int) -> nnx.State[Any, Any]:
-    """Shapes and dtypes of the parameters of a mesh of `ranks`: what lies in parts over the ranks has whole parts."""
+def abstract_parameters(config: ModelConfig, numerics: Numerics, layout: ExpertLayout) -> nnx.State[Any, Any]:
+    """Shapes and dtypes of the parameters of a mesh: experts in all slots of `layout`, whole parts for its ranks."""
     _, state = split_model(config, numerics)
 
-    def physical(variable: nnx.Variable[Any]) -> Any:
+    def physical(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> Any:
+        def shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+            if is_expert(path):
+                return (layout.num_slots, *x.shape[1:])
+            return whole_parts(x.shape, variable.axes, layout.ranks)
+
         return variable.replace(
-            jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(whole_parts(x.shape, variable.axes, ranks), x.dtype),
-                variable.get_value(),
-            )
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), variable.get_value())
         )
 
-    return nnx.from_flat_state([(path, physical(variable)) for path, variable in nnx.to_flat_state(state)])
+    return nnx.from_flat_state([(path, physical(path, variable)) for path, variable in nnx.to_flat_state(state)])
 
 
 def _arrays(make: Any, *args: Any) -> Any:

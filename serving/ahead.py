@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from widemesh.eplb import EplbConfig
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.model.loading import split_model
 from widemesh.model.numerics import numerics_named
@@ -156,6 +157,7 @@ def check_step(
     programs = Programs(
         config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=sizes.pages_per_slot * config.page_size,
         kernels="mosaic", exchange=config.exchange, batch_invariant=config.batch_invariant,
+        eplb=config.eplb if role == "decode" else EplbConfig(),
     )  # fmt: skip
     begin = time.perf_counter()
     compiled: dict[str, Compiled] = {}
@@ -209,8 +211,9 @@ def step_programs(
     sizes = config.scheduler
     if role == "decode":
         abstract = AbstractArguments(
-            programs=programs, slots=sizes.slots_per_rank, pages=sizes.decode_pages, page_size=config.page_size
-        )
+            programs=programs, slots=sizes.slots_per_rank, pages=sizes.decode_pages, page_size=config.page_size,
+            window=config.load_window,
+        )  # fmt: skip
         steps = config.decode_steps
         yield "decode", programs.decode(steps), lambda: abstract.decode(steps)
         return

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from widemesh.eplb.config import EplbConfig
+from widemesh.eplb.layout import ExpertLayout
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.replay import ReplayConfig
@@ -42,6 +44,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1  # devices of a rank, which share its heads, FFN width and vocabulary; on both meshes
     exchange: Literal["auto", "all_gather", "ragged"] = "auto"  # how rows reach experts; auto: by bytes and device
     batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
+    enable_eplb: bool = False  # count what the experts of the decode mesh are sent, and move them while serving
+    eplb: EplbConfig = EplbConfig()  # when, and how many copies of experts there are
     ticket_timeout_s: float = 5.0  # seconds that a process may keep the others waiting before the job is given up
     seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
 
@@ -73,6 +77,9 @@ class EngineConfig:
             raise ConfigError(f"numerics={self.numerics!r} is unknown; use one of {', '.join(NUMERICS_NAMES)}")
         if self.exchange not in EXCHANGES:
             raise ConfigError(f"exchange={self.exchange!r} is unknown; use one of {', '.join(EXCHANGES)}")
+        if self.eplb.num_redundant_experts and not self.enable_eplb:
+            raise ConfigError(f"num_redundant_experts={self.eplb.num_redundant_experts} needs enable_eplb; set it, or "
+                              "use 0")  # fmt: skip
         self.scheduler, self.replay  # noqa: B018 - they check their own fields
 
     def check_model(self, model: ModelConfig) -> None:
@@ -89,6 +96,13 @@ class EngineConfig:
             raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
                               f"above layer {model.replay_cut}; use replay_tail='full'")
         check_split(model, self.tensor_parallel_size, self.numerics)
+        self.expert_layout(model)
+
+    def expert_layout(self, model: ModelConfig) -> ExpertLayout:
+        """The expert slots of the decode mesh. Raises ConfigError if they do not suit the model and the ranks."""
+        return self.eplb.layout(
+            num_layers=model.num_hidden_layers, num_experts=model.n_routed_experts, ranks=self.decode_ranks
+        )
 
     def share(self, num_processes: int) -> EngineConfig:
         """What one of so many processes has of it: its devices, their slots and rows. Raises ConfigError."""
@@ -130,6 +144,11 @@ class EngineConfig:
     def replay(self) -> ReplayConfig:
         """How much a prefill runs again."""
         return ReplayConfig(prefix=self.replay_prefix, tail=self.replay_tail)
+
+    @property
+    def load_window(self) -> int:
+        """Steps of expert load that the decode mesh keeps."""
+        return self.eplb.window_size if self.enable_eplb else 0
 
     @property
     def prefill_ranks(self) -> int:

@@ -23,6 +23,7 @@ from widemesh.model.engram_hash import EngramHash
 from widemesh.model.step import Rows
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.decode_state import DecodeState, JoinRow
+from widemesh.serving.expert_load import NOT_RECORDED, ExpertLoad
 from widemesh.serving.mesh_state import MeshState
 from widemesh.serving.programs import HandOver, Sampled
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, TallyRow, full_mask, init_tally
@@ -113,7 +114,7 @@ class DeviceEngine:
         sizes, model, slots = config.scheduler, checkpoint.config, config.max_num_seqs
         self.prefill = self.mesh_type(checkpoint, config, meshes.prefill, slots=1, pages=sizes.prefill_pages)
         self.decode = self.mesh_type(
-            checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages
+            checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages, eplb=config.eplb
         )
         self.transfer = InProcessTransfer(meshes.decode, self.decode.own)
         self._idle_loads: dict[int, HandOver] = {}  # by pages: the part in a load of a process that has none
@@ -134,6 +135,8 @@ class DeviceEngine:
         self._decode = programs.decode(config.decode_steps)
         self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len))
         self._tally = self.decode.put(init_tally(slots, model.vocab_size))
+        self.expert_load = self._no_load()
+        self._records = tuple(place_everywhere(np.int32(code), self.decode.replicated) for code in range(3))
         self._no_rows = np.zeros(slots, np.int32)
         self._rows: tuple[Int32[np.ndarray, "slots"], Any] = self._no_rows, self.decode.hand(self._no_rows)
         self._full_mask = self.decode.put(full_mask(slots, model.vocab_size))
@@ -194,16 +197,18 @@ class DeviceEngine:
         valid, given = int(batch.length.sum()), self.prefill.hand(batch)
         self.num_dispatches += 1
         if not self._has_tail:
-            done, state.cache = self._whole[rows](state.parameters, state.cache, given, state.rope)
+            done, state.cache = self._whole[rows](state.parameters, state.cache, given, state.rope, state.replicas)
             state.traffic.add("prefill", rows, valid)
             return done
-        boundary, state.cache = self._encode[rows](state.parameters, state.cache, given, state.rope)
+        boundary, state.cache = self._encode[rows](state.parameters, state.cache, given, state.rope, state.replicas)
         state.traffic.add("encode", rows, valid)
         if size.has_tail:
             ends = np.array([len(row.token_ids) if row and row.is_last else 0 for row in work], np.int32)
             self.num_dispatches += 1
             given = dataclasses.replace(given, length=state.hand(ends))
-            done, state.cache = self._tail[rows](state.parameters, state.cache, boundary, given, state.rope)
+            done, state.cache = self._tail[rows](
+                state.parameters, state.cache, boundary, given, state.rope, state.replicas
+            )
             count = min(rows, self.model_config.sliding_window)
             state.traffic.add("tail", count, int(np.minimum(ends, count).sum()))
             return done
@@ -217,7 +222,9 @@ class DeviceEngine:
                 targets[rank, : len(row.targets)] = row.targets
         self.num_dispatches += 1
         given, wanted = state.hand(batch), state.hand(targets)
-        scores, state.cache = self._score[rows](state.parameters, state.cache, given, wanted, state.rope)
+        scores, state.cache = self._score[rows](
+            state.parameters, state.cache, given, wanted, state.rope, state.replicas
+        )
         state.traffic.add("logits", rows, int(batch.length.sum()))
         return scores
 
@@ -292,12 +299,13 @@ class DeviceEngine:
         pages: PageWrites,
         sampling: SamplingRows,
         mask: UInt32[np.ndarray, "slots W"] | None = None,
+        record: int = NOT_RECORDED,
     ) -> DecodeStep:
         """Run at most `rows` rows of every slot (0 = it sits out; None = all do).
 
         `pages` are new entries of the page tables, those that `separate_writes` leaves to the step. The same `rows` or
         `sampling` object says that nothing has changed. `mask` holds the tokens that constraints allow; None allows
-        everything everywhere.
+        everything everywhere. `record`: what becomes of the step's expert load (`ExpertLoad.after`).
         """
         state = self.decode
         rows = self._no_rows if rows is None else rows
@@ -309,9 +317,9 @@ class DeviceEngine:
         writes = state.hand(state.packed_writes(pages, self._writes_per_rank)) if len(pages) else self._no_writes
         placed_mask = self._full_mask if mask is None else state.hand(mask)
         self.num_dispatches += 1
-        state.cache, self._state, self._tally, sampled = self._decode(
-            state.parameters, state.cache, self._state, self._tally, self._rows[1], writes, self._placed_sampling,
-            placed_mask, self._hash, state.rope,
+        state.cache, self._state, self._tally, self.expert_load, sampled = self._decode(
+            state.parameters, state.cache, self._state, self._tally, self.expert_load, self._rows[1], writes,
+            self._placed_sampling, placed_mask, self._hash, state.rope, state.replicas, self._records[record],
         )  # fmt: skip
         sampled.packed.copy_to_host_async()
         if rows is not self._counted[0]:
@@ -320,6 +328,12 @@ class DeviceEngine:
             )
         state.traffic.total += self._counted[1]
         return DecodeStep(sampled=sampled, wants_logprobs=self._wants_logprobs, own=state.own)
+
+    def _no_load(self) -> ExpertLoad:
+        layout, window = self.decode.layout, self.config.load_window
+        make = functools.partial(ExpertLoad.zeros, layout.ranks, window, layout.num_layers, layout.slots_per_rank)
+        load: ExpertLoad = jax.jit(make, out_shardings=self.decode.sharding)()
+        return load
 
     # --- start-up -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from widemesh.eplb import ExpertLayout
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
 from widemesh.model.loading import split_model
@@ -24,6 +25,7 @@ from widemesh.model.params import is_engram_table
 from widemesh.model.step import selection_form
 from widemesh.serving.abstract import abstract_parameters
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.expert_load import ExpertLoad
 from widemesh.serving.sampling import init_tally
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.tensor_split import refuse_packed
@@ -139,13 +141,19 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
         for slots, pages in ((sizes.prefill_slots_per_rank, sizes.prefill_pages),
                              (sizes.slots_per_rank, sizes.decode_pages))
     )  # fmt: skip
+    decode_layout = config.expert_layout(model)
+    prefill_layout = ExpertLayout(num_layers=model.num_hidden_layers, num_experts=model.n_routed_experts,
+                                  ranks=sizes.prefill_ranks)  # fmt: skip
+    load = jax.eval_shape(functools.partial(
+        ExpertLoad.zeros, 1, config.load_window, decode_layout.num_layers, decode_layout.slots_per_rank
+    ))  # fmt: skip
     tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
     prefill = MeshMemory(
         name="prefill",
         ranks=sizes.prefill_ranks,
         tensor_parallel_size=tp,
         parts=(
-            *_fixed_parts(model, numerics, of_prefill, prefill_cache),
+            *_fixed_parts(model, numerics, of_prefill, prefill_cache, prefill_layout),
             *_step_parts(model, numerics, prefill_cache, sizes.rows_per_rank, of_prefill),
         ),
     )
@@ -154,8 +162,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
         ranks=sizes.decode_ranks,
         tensor_parallel_size=tp,
         parts=(
-            *_fixed_parts(model, numerics, of_decode, decode_cache),
+            *_fixed_parts(model, numerics, of_decode, decode_cache, decode_layout),
             Part(name="penalty tallies", kind="state", num_bytes=_nbytes(tally)),
+            Part(name="expert load", kind="state", num_bytes=_nbytes(load)),
             *_step_parts(model, numerics, decode_cache, sizes.decode_rows, of_decode),
         ),
     )
@@ -194,15 +203,19 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _fixed_parts(model: ModelConfig, numerics: Numerics, split: _Split, cache: Cache) -> list[Part]:
+def _fixed_parts(
+    model: ModelConfig, numerics: Numerics, split: _Split, cache: Cache, layout: ExpertLayout
+) -> list[Part]:
     """What a device holds from start-up on: parameters, rotary tables and state."""
-    tables, rest = _parameter_bytes(model, numerics, split)
+    tables, rest = _parameter_bytes(model, numerics, split, layout)
     positions = cache.table.shape[1] * cache.layout.page_size
     return [
         Part(name="parameters", kind="parameters", num_bytes=rest),
         Part(name="Engram tables", kind="parameters", num_bytes=tables),
         # cos and sin of every pair, for window-only and for compressed layers
         Part(name="rotary tables", kind="parameters", num_bytes=4 * positions * (model.qk_rope_head_dim // 2) * _F32),
+        Part(name="expert maps", kind="parameters",
+             num_bytes=layout.num_layers * layout.num_experts * (layout.max_copies + 1) * _I32),
         Part(name="page pool", kind="state", num_bytes=_nbytes(cache.pages)),
         Part(name="window rings", kind="state", num_bytes=_nbytes([layer.window for layer in cache.layers])),
         Part(name="compressor rings", kind="state", num_bytes=_nbytes([layer.open_group for layer in cache.layers])),
@@ -210,10 +223,12 @@ def _fixed_parts(model: ModelConfig, numerics: Numerics, split: _Split, cache: C
     ]
 
 
-def _parameter_bytes(model: ModelConfig, numerics: Numerics, split: _Split) -> tuple[int, int]:
+def _parameter_bytes(
+    model: ModelConfig, numerics: Numerics, split: _Split, layout: ExpertLayout
+) -> tuple[int, int]:
     """Bytes on one device of the Engram tables, and of everything else."""
     tables = rest = 0
-    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, split.ranks)):
+    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, layout)):
         spec = partition_spec(variable.axes)
         num_bytes = sum(
             array.dtype.itemsize * math.prod(map(split.device_size, array.shape, spec))

@@ -12,12 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from widemesh.eplb import initial_slot_owner
+from widemesh.eplb import EplbConfig, build_maps, initial_placement
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.loading import StoredTensor, load_parameters, place_parameters, split_model
 from widemesh.model.numerics import numerics_named
 from widemesh.model.rope import RopeTables
+from widemesh.model.step import ReplicaMaps
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.exchange_traffic import MeshTraffic
 from widemesh.serving.programs import Programs
@@ -33,12 +34,15 @@ _log = logging.getLogger(__name__)
 
 
 class MeshState:
-    """What one mesh holds. `slots` and `pages` are per rank.
+    """What one mesh holds. `slots` and `pages` are per rank; `eplb` says how many slots its experts have.
 
     Ranks, slots and pages are counted over this process's own ranks (`own`), which with one process are all.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int):
+    def __init__(
+        self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int,
+        eplb: EplbConfig = EplbConfig(),
+    ):  # fmt: skip
         model, sizes = checkpoint.config, config.scheduler
         _log.info("reading the weights for %d devices", mesh.devices.size)
         graph, numerics = split_model(model)[0], numerics_named(config.numerics, mesh.devices.flat[0].platform)
@@ -50,8 +54,10 @@ class MeshState:
         self.max_len = self.table_pages * config.page_size
         self.programs = Programs(
             config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=self.max_len,
-            exchange=config.exchange, batch_invariant=config.batch_invariant,
+            exchange=config.exchange, batch_invariant=config.batch_invariant, eplb=eplb,
         )  # fmt: skip
+        self.layout = self.programs.expert_layout
+        self.slot_owner = initial_placement(self.layout)  # expert of each slot; replaced, never written
         self.sharding = self.programs.sharding()
         self.traffic = MeshTraffic(self.programs)
         self.replicated = named_sharding(mesh, ())
@@ -63,6 +69,7 @@ class MeshState:
         """Put on the devices what the programs take."""
         model = self._model
         self.parameters = self.place(checkpoint.read, checkpoint.stored)
+        self.replicas = self._replicas()
         self.rope: RopeTables = place_everywhere(RopeTables.build(model, self.max_len), self.replicated)
         layout = page_layout(model, self.programs.numerics, config.page_size)
 
@@ -79,12 +86,21 @@ class MeshState:
 
         For packed weights see `load_parameters`. Experts of other processes' ranks are not read.
         """
-        own = self.own
-        owner = initial_slot_owner(self._model.n_routed_experts, own.total).copy()
-        held = len(owner) // own.total
-        owner[: own.first * held] = owner[(own.first + own.count) * held :] = -1  # zeros, which take no memory
+        own, owner = self.own, self.slot_owner.copy()
+        held = self.layout.slots_per_rank
+        owner[:, : own.first * held] = owner[:, (own.first + own.count) * held :] = -1  # zeros, which take no memory
         host: nnx.State[Any, Any] = load_parameters(self._model, self.programs.numerics, owner, read, stored)
         return place_parameters(host, self._mesh)
+
+    def set_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
+        """Serve with these maps from the next dispatch on; the weights must lie accordingly by then."""
+        self.slot_owner = slot_owner
+        self.replicas = self._replicas()
+
+    def _replicas(self) -> ReplicaMaps:
+        maps = build_maps(self.slot_owner, self.layout.num_experts, self.layout.max_copies)
+        placed: ReplicaMaps = place_everywhere(ReplicaMaps(maps.expert_slots, maps.copies), self.replicated)  # type: ignore[arg-type]
+        return placed
 
     def put(self, host: Any) -> Any:
         """Host arrays with one part per rank, on the devices. The arrays must not be written again."""

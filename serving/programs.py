@@ -18,16 +18,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int32, UInt8, UInt32
 
+from widemesh.eplb import EplbConfig, ExpertLayout
 from widemesh.model.cache import Cache, LayerCache
 from widemesh.model.config import ModelConfig
 from widemesh.model.engram_device_hash import EngramDeviceHash
 from widemesh.model.loading import split_model
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTables
-from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
+from widemesh.model.step import Recorder, ReplicaMaps, Rows, StepContext, StepSettings, selection_form
 from widemesh.model.transformer import Boundary, Transformer
 from widemesh.pallas_kernels.gpu import Implementation
 from widemesh.serving.decode_state import DecodeState
+from widemesh.serving.expert_load import ExpertLoad, LoadRecorder, LoadSummary
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
 from widemesh.sharding import EP_AXIS, TP_AXIS, TensorParallel, partition_spec
 from widemesh.sharding.exchange import Form, LayerShape, Wish, choose_form, make_exchange
@@ -85,130 +87,150 @@ class Programs:
     kernels: Implementation | None = None  # of the ops under packed numerics; None: by the device
     exchange: Wish = "auto"  # how rows reach their experts
     batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
+    eplb: EplbConfig = EplbConfig()  # of which the copies of experts count here
     _made: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- prefill --------------------------------------------------------------------------------------------------
 
     @_once
     def prefill(self, rows: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
-        """(parameters, cache, rows, rope) -> (length, cache): all layers on all rows.
+        """(parameters, cache, rows, rope, replicas) -> (length, cache): all layers on all rows.
 
         No logits: decode samples every token. The returned lengths say, by being there, that the step has run; the
         cache itself may be donated to the next step by then.
         """
 
         def step(
-            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables
+            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables, replicas: ReplicaMaps
         ) -> tuple[Int32[Array, "1"], Cache]:
             model = nnx.merge(self.graph, parameters)
-            _, cache = model(cache, self._context(batch, rope, rows))
+            _, cache = model(cache, self._context(batch, rope, replicas, rows))
             return batch.length, cache
 
-        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
     @_once
     def encode(self, rows: int) -> Callable[..., tuple[Boundary, Cache]]:
-        """(parameters, cache, rows, rope) -> (boundary, cache): what later tokens need of a chunk."""
+        """(parameters, cache, rows, rope, replicas) -> (boundary, cache): what later tokens need of a chunk."""
 
         def step(
-            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables
+            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, rope: RopeTables, replicas: ReplicaMaps
         ) -> tuple[Boundary, Cache]:
-            return nnx.merge(self.graph, parameters).encode(cache, self._context(batch, rope, rows))
+            return nnx.merge(self.graph, parameters).encode(cache, self._context(batch, rope, replicas, rows))
 
-        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+        return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
     @_once
     def tail(self, count: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
-        """(parameters, cache, boundary, rows, rope) -> (length, cache): later layers on a chunk's last `count` rows.
+        """(parameters, cache, boundary, rows, rope, replicas) -> (length, cache): later layers, last `count` rows.
 
         `rows` is the chunk, with length 0 where the prompt goes on after it. Lengths as in `prefill`.
         """
 
         def step(
-            parameters: nnx.State[Any, Any], cache: Cache, boundary: Boundary, batch: Rows, rope: RopeTables
-        ) -> tuple[Int32[Array, "1"], Cache]:
+            parameters: nnx.State[Any, Any], cache: Cache, boundary: Boundary, batch: Rows, rope: RopeTables,
+            replicas: ReplicaMaps,
+        ) -> tuple[Int32[Array, "1"], Cache]:  # fmt: skip
             model = nnx.merge(self.graph, parameters)
             boundary, batch = boundary.last_rows(batch, count)
-            _, cache = model.tail(boundary, cache, self._context(batch, rope, count))
+            _, cache = model.tail(boundary, cache, self._context(batch, rope, replicas, count))
             return batch.length, cache
 
-        return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+        return self._jit(step, (*[_PER_RANK] * 3, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
     @_once
     def score(self, rows: int) -> Callable[..., tuple[RowLogprobs, Cache]]:
-        """(parameters, cache, rows, next tokens, rope) -> (log-probabilities [R, S, ...], cache).
+        """(parameters, cache, rows, next tokens, rope, replicas) -> (log-probabilities [R, S, ...], cache).
 
         All layers on all rows, and what each row says of the token behind it, `next tokens` [R, S]. The only program
         of prefill that makes logits.
         """
 
         def step(
-            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, targets: Int32[Array, "1 S"], rope: RopeTables
-        ) -> tuple[RowLogprobs, Cache]:
-            model, context = nnx.merge(self.graph, parameters), self._context(batch, rope, rows)
+            parameters: nnx.State[Any, Any], cache: Cache, batch: Rows, targets: Int32[Array, "1 S"],
+            rope: RopeTables, replicas: ReplicaMaps,
+        ) -> tuple[RowLogprobs, Cache]:  # fmt: skip
+            model, context = nnx.merge(self.graph, parameters), self._context(batch, rope, replicas, rows)
             hidden, cache = model(cache, context)
             scores = token_logprobs(model.logits(hidden[0], context), targets[0])
             return jax.tree.map(lambda x: x[None], scores), cache
 
-        return self._jit(step, (_PER_RANK, _PER_RANK, _PER_RANK, _EVERYWHERE), (_PER_RANK, _PER_RANK))
+        return self._jit(step, (*[_PER_RANK] * 3, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
     # --- decode ---------------------------------------------------------------------------------------------------
 
     @_once
-    def decode(self, steps: int) -> Callable[..., tuple[Cache, DecodeState, Tally, Sampled]]:
-        """(parameters, cache, state, tally, control, writes, sampling, mask, hash, rope) -> new state and tokens.
+    def decode(self, steps: int) -> Callable[..., tuple[Cache, DecodeState, Tally, ExpertLoad, Sampled]]:
+        """(parameters, cache, state, tally, load, control, writes, sampling, mask, hash, rope, replicas, record) ->
+        new state and tokens.
 
         Runs up to `steps` rows of every slot, one after the other: `control` [B] says how many at most, and a slot
         that ends runs no more. `writes` [n, 3] are new entries of the page tables (slot, place, page), a slot of -1
-        for none. `mask` has a bit per token that a slot's constraint allows.
+        for none. `mask` has a bit per token that a slot's constraint allows. `record` says what becomes of the
+        step's expert load (`ExpertLoad.after`).
         """
 
         def one(
             model: Transformer, cache: Cache, state: DecodeState, tally: Tally, runs: Bool[Array, "B"],
             sampling: SamplingRows, mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables,
-        ) -> tuple[Cache, DecodeState, Tally, Int32[Array, "B"], Bool[Array, "B"], RowLogprobs]:  # fmt: skip
+            replicas: ReplicaMaps,
+        ) -> tuple[Cache, DecodeState, Tally, tuple[Array, ...], RowLogprobs]:  # fmt: skip
+            """New state, and of the row: tokens [B], whether its logits are finite [B], expert load [L, Q]."""
             tokens, nothing = state.token[:, None], jnp.zeros_like(state.position)
             none = jnp.zeros((*tokens.shape, 0, 0), jnp.int32)
             engram = none if hash_ is None else hash_.rows(tokens, state.tail)
-            context = self._context(
-                Rows(tokens, state.position, runs.astype(jnp.int32), engram, nothing, nothing), rope, 1
-            )
+            batch, load = Rows(tokens, state.position, runs.astype(jnp.int32), engram, nothing, nothing), LoadRecorder()
+            context = self._context(batch, rope, replicas, 1, load)
             hidden, cache = model(cache, context)
             logits = model.logits(hidden[:, 0], context)
             draw, tally = sample(logits, sampling, mask, tally, state.position + 1, runs)
             state = state.advance(draw.tokens, runs)
-            return cache, state, tally, draw.tokens, jnp.all(jnp.isfinite(logits), axis=-1), draw.logprobs
+            finite = jnp.all(jnp.isfinite(logits), axis=-1)
+            return cache, state, tally, (draw.tokens, finite, load.load()), draw.logprobs
 
         def step(
-            parameters: nnx.State[Any, Any], cache: Cache, state: DecodeState, tally: Tally,
+            parameters: nnx.State[Any, Any], cache: Cache, state: DecodeState, tally: Tally, load: ExpertLoad,
             control: Int32[Array, "B"], writes: Int32[Array, "1 n 3"], sampling: SamplingRows,
-            mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables,
-        ) -> tuple[Cache, DecodeState, Tally, Sampled]:  # fmt: skip
+            mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables, replicas: ReplicaMaps,
+            record: Int32[Array, ""],
+        ) -> tuple[Cache, DecodeState, Tally, ExpertLoad, Sampled]:  # fmt: skip
             model = nnx.merge(self.graph, parameters)
             cache = _write_table(cache, writes[0])
 
             def body(carry: Any, row: Int32[Array, ""]) -> Any:
                 cache, state, tally = carry
                 runs = (row < control) & ~state.is_done
-                cache, state, tally, tokens, finite, logprobs = one(
-                    model, cache, state, tally, runs, sampling, mask, hash_, rope
+                cache, state, tally, (tokens, finite, routed), logprobs = one(
+                    model, cache, state, tally, runs, sampling, mask, hash_, rope, replicas
                 )
-                return (cache, state, tally), (tokens, runs, finite | ~runs, logprobs)
+                return (cache, state, tally), (tokens, runs, finite | ~runs, logprobs, routed)
 
             carry = (cache, state, tally)
             if steps == 1:
                 carry, out = body(carry, jnp.int32(0))
-                tokens, runs, finite, logprobs = jax.tree.map(lambda x: x[None], out)
+                out = jax.tree.map(lambda x: x[None], out)
             else:
-                carry, (tokens, runs, finite, logprobs) = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
+                carry, out = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
+            tokens, runs, finite, logprobs, routed = out
             by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (tokens, logprobs))
             count = jnp.sum(runs, axis=0, dtype=jnp.int32)
             end = ENDED * (carry[1].is_done & (count > 0)) + NOT_FINITE * ~jnp.all(finite, axis=0)
             packed = jnp.concatenate([by_slot[0], count[:, None], end[:, None]], axis=1, dtype=jnp.int32)
-            return *carry, Sampled(packed, by_slot[1])
+            load = load.after(jnp.sum(routed, axis=0), record)
+            return *carry, load, Sampled(packed, by_slot[1])
 
-        specs = (*[_PER_RANK] * 7, _EVERYWHERE, _EVERYWHERE)
-        return self._jit(step, specs, (_PER_RANK,) * 4, donated=(1, 2, 3))
+        specs = (*[_PER_RANK] * 8, *[_EVERYWHERE] * 4)
+        return self._jit(step, specs, (_PER_RANK,) * 5, donated=(1, 2, 3, 4))
+
+    @_once
+    def summarise_window(self) -> Callable[[ExpertLoad], LoadSummary]:
+        """Of the steps that the ring holds, on every rank."""
+        return self._summary(lambda load: LoadSummary.of(load.ring, load.num_rows[0]))
+
+    @_once
+    def summarise_step(self) -> Callable[[ExpertLoad], LoadSummary]:
+        """Of the newest step, on every rank."""
+        return self._summary(lambda load: LoadSummary.of(load.last[:, None], 1))
 
     def join(self) -> Callable[..., DecodeState]:
         """(state, slots [R], rows [R, width]): write one slot per rank of the decode state; of -1, none."""
@@ -245,7 +267,12 @@ class Programs:
 
         return self._map(step, 4, donated=0)
 
-    def _context(self, rows: Rows, rope: RopeTables, count: int) -> StepContext:
+    def _summary(self, summarise: Callable[[ExpertLoad], LoadSummary]) -> Callable[[ExpertLoad], LoadSummary]:
+        return jax.jit(summarise, out_shardings=self.sharding(_EVERYWHERE))
+
+    def _context(
+        self, rows: Rows, rope: RopeTables, replicas: ReplicaMaps, count: int, recorder: Recorder | None = None
+    ) -> StepContext:
         settings = StepSettings(
             numerics=self.numerics,
             selection=selection_form(count, self.numerics),
@@ -257,7 +284,18 @@ class Programs:
             tp=TensorParallel(size=self.mesh.shape[TP_AXIS]),
             kernels=self.kernels,
         )
-        return StepContext(rows, rope, settings)
+        return StepContext(
+            rows, rope, settings, recorder or Recorder(), replicas=replicas,
+            first_row=lax.axis_index(EP_AXIS) * rows.tokens.size,
+        )  # fmt: skip
+
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        """How many expert slots there are, and where they lie."""
+        return self.eplb.layout(
+            num_layers=self.config.num_hidden_layers, num_experts=self.config.n_routed_experts,
+            ranks=self.mesh.shape[EP_AXIS],
+        )  # fmt: skip
 
     def exchange_shape(self, rows: int) -> LayerShape:
         """A MoE layer of a program with so many rows per rank."""
@@ -265,7 +303,7 @@ class Programs:
         return LayerShape(
             rows=rows, per_token=config.num_experts_per_tok, hidden=config.hidden_size,
             value_bytes=jnp.dtype(self.numerics.compute_dtype).itemsize, ranks=ranks,
-            slots=-(-config.n_routed_experts // ranks) * ranks, batch_invariant=self.batch_invariant,
+            slots=self.expert_layout.num_slots, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def exchange_form(self, rows: int) -> Form:

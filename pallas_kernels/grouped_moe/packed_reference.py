@@ -8,11 +8,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from widemesh.pallas_kernels.grouped_moe.expert import ExpertMath
 from widemesh.pallas_kernels.grouped_moe.op import grouped_moe
 from widemesh.pallas_kernels.grouped_moe.packed import PackedExperts
-
-
-def count_rows(slots: Int32[Array, "T K"], held: int) -> Int32[Array, "X"]:
-    """How many (row, k) pairs chose each of the `held` slots."""
-    return jnp.zeros(held + 1, jnp.int32).at[jnp.where((slots >= 0) & (slots < held), slots, held)].add(1)[:held]
+from widemesh.pallas_kernels.route import count_rows
 
 
 def moe_packed_reference(

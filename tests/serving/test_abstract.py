@@ -42,10 +42,11 @@ def test_arguments_are_those_of_the_engine(checkpoint, platform, monkeypatch):
     mesh = make_mesh(jax.devices()[:2])
     state = MeshState(opened, config, mesh, slots=3, pages=10)
     abstract = AbstractArguments(programs=state.programs, slots=3, pages=10, page_size=4)
-    parameters, cache, *_, hash_, rope = abstract.decode()
+    parameters, cache, *_, hash_, rope, replicas, _ = abstract.decode()
     assert described(parameters) == described(state.parameters)
     assert described(cache) == described(state.cache)
     assert described(rope) == described(state.rope)
+    assert described(replicas) == described(state.replicas)
     own_hash = jax.device_put(EngramDeviceHash.build(load_engram_hash(opened.config, checkpoint)), state.replicated)
     assert described(hash_) == described(own_hash)
     leaves = jax.tree.leaves(parameters)
@@ -70,9 +71,9 @@ def test_decode_step_of_the_released_model_traces():
     """40 layers, 8 ranks, 64 slots each: results have the shapes of what was donated."""
     programs = programs_of(FLASH, 1024)
     arguments = AbstractArguments(programs=programs, slots=64, pages=100, page_size=64).decode()
-    cache, state, tally, sampled = jax.eval_shape(programs.decode(1), *arguments)
+    *donated, sampled = jax.eval_shape(programs.decode(1), *arguments)
     shapes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
-    assert shapes((cache, state, tally)) == shapes(arguments[1:4])
+    assert shapes(tuple(donated)) == shapes(arguments[1:5])
     assert sampled.packed.shape == (512, 3)
 
 

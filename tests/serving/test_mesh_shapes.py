@@ -24,14 +24,14 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from widemesh.eplb import initial_slot_owner
+from widemesh.eplb import build_maps, initial_placement
 from widemesh.model.cache import init_cache, page_layout
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.forward import ForwardModel
 from widemesh.model.loading import load_parameters, place_parameters, split_model
 from widemesh.model.numerics import NUMERICS
 from widemesh.model.rope import RopeTables
-from widemesh.model.step import Rows
+from widemesh.model.step import ReplicaMaps, Rows
 from widemesh.serving import SamplingParams
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.memory_plan import plan_memory
@@ -124,18 +124,20 @@ def run_on_mesh(
                         **exchange)  # fmt: skip
     spec, everywhere = PartitionSpec("ep"), PartitionSpec()
 
-    def step(parameters, cache, batch, sampling, rope):
-        merged, context = nnx.merge(programs.graph, parameters), programs._context(batch, rope, CHUNK)
+    def step(parameters, cache, batch, sampling, rope, replicas):
+        merged, context = nnx.merge(programs.graph, parameters), programs._context(batch, rope, replicas, CHUNK)
         hidden, cache = merged(cache, context)
         logits = merged.logits(hidden, context)
         last = jnp.maximum(batch.length - 1, 0)
         newest = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
         return logits, draw(newest, sampling, batch.start + batch.length, batch.length > 0), cache
 
-    program = programs._jit(step, (spec, spec, spec, everywhere), (spec, spec, spec))
+    program = programs._jit(step, (spec, spec, spec, everywhere, everywhere), (spec, spec, spec))
     checkpoint = Checkpoint.open(folder)
-    owner = initial_slot_owner(config.n_routed_experts, ep)
+    owner = initial_placement(programs.expert_layout)
     parameters = place_parameters(load_parameters(config, numerics, owner, checkpoint.read), mesh)
+    maps = build_maps(owner, config.n_routed_experts, programs.expert_layout.max_copies)
+    replicas = ReplicaMaps(maps.expert_slots, maps.copies)
     per_rank, width = 8 // ep, LENGTH // 4
     cache = init_cache(config, page_layout(config, numerics, 4), slots=8, pages=ep * (1 + per_rank * width),
                        table_pages=width)  # fmt: skip
@@ -150,7 +152,7 @@ def run_on_mesh(
         before = np.stack([np.concatenate([np.full(history_len, -1), one])[begin : begin + history_len]
                            for one, begin in zip(ids, start, strict=True)]).astype(np.int32)  # fmt: skip
         batch = Rows.of(part, start, length, model.engram_hash.rows(part, before))
-        logits, drawn, cache = program(parameters, cache, jax.tree.map(np.asarray, batch), SETTINGS, rope)
+        logits, drawn, cache = program(parameters, cache, jax.tree.map(np.asarray, batch), SETTINGS, rope, replicas)
         found.append((np.asarray(logits), length, np.asarray(drawn)))
         start = start + length
     return found

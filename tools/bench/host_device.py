@@ -118,9 +118,11 @@ class _IdlePrograms:
         return lambda parameters, cache, *rest: (SimpleNamespace(chosen=self._done), cache)
 
     def decode(self, steps: int) -> Callable[..., Any]:
-        def run(parameters: Any, cache: Any, state: Any, tally: Any, *rest: Any) -> tuple[Any, Any, Any, Sampled]:
+        def run(
+            parameters: Any, cache: Any, state: Any, tally: Any, load: Any, *rest: Any
+        ) -> tuple[Any, Any, Any, Any, Sampled]:
             ready_s = self._clock.start_step()
-            return cache, state, tally, Sampled(_Late(self._clock, ready_s, self._packed), None)  # type: ignore[arg-type]
+            return cache, state, tally, load, Sampled(_Late(self._clock, ready_s, self._packed), None)  # type: ignore[arg-type]
 
         return run
 
@@ -142,7 +144,7 @@ class _IdleMesh(MeshState):
 
     def _fill(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self.programs = _IdlePrograms(self._clock, self.ranks * self.slots_per_rank)  # type: ignore[assignment]
-        self.parameters = self.rope = self.cache = ()  # type: ignore[assignment]
+        self.parameters = self.rope = self.cache = self.replicas = ()  # type: ignore[assignment]
 
 
 class IdleDevice(DeviceEngine):
