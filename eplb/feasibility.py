@@ -33,10 +33,8 @@ def feasible_balancedness(load: Num[np.ndarray, "L E"], layout: ExpertLayout) ->
     check_load(load, layout)
     load = load.astype(np.float64)
     mean = load.sum(1) / layout.ranks
-    filled = layout.num_experts + layout.num_redundant_experts
-    hottest = expected_slot_load(load, replicate(load, filled, layout.max_copies)).max(1)
-    company = max(0, layout.slots_per_rank - 1 - (layout.num_slots - filled))  # slots that cannot all be empty
-    coldest = np.sort(load, axis=1)[:, :company].sum(1) / layout.max_copies
+    hottest = expected_slot_load(load, replicate(load, layout.num_slots, layout.max_copies)).max(1)
+    coldest = np.sort(load, axis=1)[:, : layout.slots_per_rank - 1].sum(1) / layout.max_copies
     least = np.maximum(mean, hottest + coldest)
     return float(mean.sum() / least.sum()) if least.sum() > 0 else 0.0
 

@@ -13,8 +13,8 @@ _NAMED = 6  # legal values that a message lists
 class ExpertLayout:
     """Experts, slots and ranks of one model (target or draft). Slot s lies on rank s // slots_per_rank.
 
-    With redundant experts, experts and redundant ones together must be a multiple of the ranks. Without, empty slots
-    fill the last ranks up. Raises ConfigError for numbers that do not fit each other.
+    Experts and redundant ones together must be a multiple of the ranks: there is a slot for each of them, though a
+    placement may leave some empty. Raises ConfigError for numbers that do not fit each other.
     """
 
     num_layers: int
@@ -36,17 +36,17 @@ class ExpertLayout:
                                   f"one of {_listed(legal)}")  # fmt: skip
         legal = self.legal_redundant_experts()
         if self.num_redundant_experts not in legal:
+            remedy = _listed(legal) if legal else f"{_listed(nearest_divisors(self.num_experts, self.ranks))} ranks"
             raise ConfigError(
                 f"num_redundant_experts={self.num_redundant_experts} does not suit num_experts={self.num_experts} on "
                 f"{self.ranks} {'rank' if self.ranks == 1 else 'ranks'} with at most {self._most_copies} "
-                f"{'copy' if self._most_copies == 1 else 'copies'} of each; use {_listed(legal)}"
+                f"{'copy' if self._most_copies == 1 else 'copies'} of each; use {remedy}"
             )
 
     def legal_redundant_experts(self) -> list[int]:
-        """Every number of redundant experts that these experts, ranks and copies allow, from 0 up."""
+        """Every number of redundant experts that these experts, ranks and copies allow, in rising order."""
         most = self.num_experts * (self._most_copies - 1)
-        first = -self.num_experts % self.ranks
-        return sorted({0, *range(first, most + 1, self.ranks)})
+        return list(range(-self.num_experts % self.ranks, most + 1, self.ranks))
 
     @property
     def _most_copies(self) -> int:
@@ -65,16 +65,22 @@ class ExpertLayout:
 
     @property
     def slots_per_rank(self) -> int:
-        return -(-(self.num_experts + self.num_redundant_experts) // self.ranks)
+        return self.num_slots // self.ranks
 
     @property
     def num_slots(self) -> int:
         """X: physical slots of a layer on all ranks."""
-        return self.slots_per_rank * self.ranks
+        return self.num_experts + self.num_redundant_experts
 
     @property
     def ranks_per_node(self) -> int:
         return self.ranks // self.num_nodes
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of a number next to the wanted one, below and above; one of them if that is all there is."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return [*[n for n in divisors if n < wanted][-1:], *[n for n in divisors if n > wanted][:1]]
 
 
 def _listed(legal: list[int]) -> str:

@@ -106,7 +106,7 @@ def plan_migration(old: Int32[np.ndarray, "L X"], wanted: Int32[np.ndarray, "L X
     if order is not None and set(np.flatnonzero(differs)) != set(layers):
         raise ValueError("the order must name every layer that differs")
     return MigrationPlan(
-        layers=tuple(_plan_layer(x, old[x], wanted[x], layout) for x in layers),
+        layers=tuple(plan_layer(x, old[x], wanted[x], layout) for x in layers),
         least_transfers=count_arrivals(old, wanted, layout),
     )
 
@@ -119,8 +119,9 @@ def count_arrivals(old: Int32[np.ndarray, "L X"], wanted: Int32[np.ndarray, "L X
     return int((held[1] & ~held[0])[..., :-1].sum())
 
 
-def _plan_layer(layer: int, old: Int32[np.ndarray, "X"], wanted: Int32[np.ndarray, "X"],
-                layout: ExpertLayout) -> LayerMigration:  # fmt: skip
+def plan_layer(layer: int, old: Int32[np.ndarray, "X"], wanted: Int32[np.ndarray, "X"],
+               layout: ExpertLayout) -> LayerMigration:  # fmt: skip
+    """What must move within one layer. It takes about 2 ms for 416 slots: whoever has no time plans layer by layer."""
     quota = layout.slots_per_rank
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(old.tolist()):

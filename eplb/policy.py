@@ -1,7 +1,7 @@
 """A placement from a load: copies for hot experts, then slots packed on ranks. All layers are planned together.
 
 The policy is that of DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), with additions: an expert has a most number
-of copies, its copies lie on different ranks, slots may be empty, and swaps may follow.
+of copies, its copies lie on different ranks, and swaps may follow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plan_placement(load: Num[np.ndarray, "L E"], layout: ExpertLayout, max_swaps
     shares = np.zeros(slots.shape)
     every = np.arange(len(slots))[:, None]
     experts = of_node.reshape(layers * nodes, -1)
-    slots[every, rank * quota + place] = np.where(local < 0, -1, np.take_along_axis(experts, np.maximum(local, 0), 1))
+    slots[every, rank * quota + place] = np.take_along_axis(experts, local, 1)
     shares[every, rank * quota + place] = share
     by_rank = slots.reshape(-1, ranks, quota)
     by_share = shares.reshape(by_rank.shape)
@@ -68,13 +68,8 @@ def _experts_of_nodes(load: Float64[np.ndarray, "L E"], groups: int, nodes: int)
 
 def _copies(load: Float64[np.ndarray, "rows E"], layout: ExpertLayout,
             nodes: int) -> tuple[Int32[np.ndarray, "rows X"], Float64[np.ndarray, "rows X"]]:  # fmt: skip
-    """Which expert each slot of a node is for, in the order of copying, and its share of the load; -1: none."""
-    rows, experts = load.shape
-    filled = experts + layout.num_redundant_experts // nodes
-    local = np.full((rows, layout.num_slots // nodes), -1, np.int32)
-    local[:, :filled] = replicate(load, filled, layout.max_copies)
+    """Which expert each slot of a node is for, in the order of copying, and its share of the load."""
+    local = replicate(load, layout.num_slots // nodes, layout.max_copies)
     copies = np.zeros(load.shape)
-    np.add.at(copies, (np.arange(rows)[:, None], local[:, :filled]), 1)
-    share = np.zeros(local.shape)
-    share[:, :filled] = np.take_along_axis(load / copies, local[:, :filled], 1)
-    return local, share
+    np.add.at(copies, (np.arange(len(load))[:, None], local), 1)
+    return local, np.take_along_axis(load / copies, local, 1)

@@ -6,18 +6,27 @@ import dataclasses
 
 from widemesh.eplb.config import EplbConfig
 
+NOT_RECORDED, FIRST_ROW, NEXT_ROW = range(3)  # what becomes of a step's load: nothing, the ring begins anew, it goes on
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """What becomes of a step's load. The same on every rank, because it follows from the number of the step."""
 
     ring_row: int = -1  # row of the load ring that this step writes; -1: none
-    is_log_due: bool = False  # its balancedness is to be reported
+    is_log_due: bool = False  # its balancedness is to be measured
     window_rows: int = 0  # not 0: a trigger; plan with the ring's first so many rows before the next step is recorded
 
     @property
     def is_trigger(self) -> bool:
         return self.window_rows > 0
+
+    @property
+    def code(self) -> int:
+        """What the step is told: one of the three constants above."""
+        if self.ring_row < 0:
+            return NOT_RECORDED
+        return FIRST_ROW if self.ring_row == 0 else NEXT_ROW
 
 
 class LoadWindow:
@@ -50,7 +59,7 @@ class LoadWindow:
     def step(self, *, is_dummy: bool, is_migrating: bool) -> StepRecord:
         """Count one step. Both flags must be the same on all ranks. A window of dummy steps alone triggers nothing."""
         self.num_steps += 1
-        is_log_due = self._config.log_balancedness and self.num_steps % self._config.log_balancedness_interval == 0
+        is_log_due = self.num_steps % self._config.log_balancedness_interval == 0
         if self.is_disabled or self.is_paused:
             return StepRecord(is_log_due=is_log_due)
         records = self.since >= self._start

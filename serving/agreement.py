@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from widemesh.eplb.agreed import Agreed, Report
 from widemesh.serving.step_needs import PrefillSize, StepNeeds
 from widemesh.sharding.ticket import WAVE_FIELDS, Field, Merged, Pending, Ticket, TicketSchema, WaveControl
+from widemesh.sharding.ticket.schema import Merge
 
 JAX_PORT = "jax_port"  # of JAX's coordinator
 _FIELDS = (
@@ -26,6 +28,11 @@ _FIELDS = (
     Field("decode_writes", "max"),
     Field("decodes", "max"),
 )
+# Of each model whose experts move; the names of `Report`.
+_EPLB_FIELDS: tuple[tuple[str, Merge], ...] = (
+    ("planned", "all"), ("plan_hash", "max"), ("staged", "all"), ("fails", "any"), ("command", "max"),
+    ("placement", "equal"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,7 @@ class Part:
     stops: bool = False
     can_update: bool = False
     weights_version: int = 0
+    eplb: tuple[Report, ...] = ()  # of each model whose experts move
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +54,13 @@ class Step:
     needs: StepNeeds
     updates_weights: bool
     stopped_by: int = -1
+    eplb: tuple[Agreed, ...] = ()
 
 
-def step_schema(most_loads: int) -> TicketSchema:
-    """The ticket's fields; a process loads at most so many requests in a step."""
-    return TicketSchema((*_FIELDS, *(Field(f"load_{i}", "max") for i in range(most_loads))))
+def step_schema(most_loads: int, eplb: tuple[str, ...] = ()) -> TicketSchema:
+    """The ticket's fields; a process loads at most so many requests in a step. `eplb`: models whose experts move."""
+    moving = (Field(f"{model}_{name}", merge) for model in eplb for name, merge in _EPLB_FIELDS)
+    return TicketSchema((*_FIELDS, *moving, *(Field(f"load_{i}", "max") for i in range(most_loads))))
 
 
 class Agreement:
@@ -63,7 +73,9 @@ class Agreement:
     def __init__(self, ticket: Ticket, on_agreed: Callable[[float, int], None]):
         self._ticket, self._on_agreed = ticket, on_agreed
         self._waves = WaveControl(ticket)
-        self._num_loads = len(ticket.schema.fields) - len(_FIELDS)
+        names = [field.name for field in ticket.schema.fields]
+        self._num_loads = sum(name.startswith("load_") for name in names)
+        self._models = [name.removesuffix("_plan_hash") for name in names if name.endswith("_plan_hash")]
         self._is_alone = ticket.size == 1
         self._pending: Pending | None = None
 
@@ -111,7 +123,9 @@ class Agreement:
         return np.array(
             [0, part.weights_version, *(wave[field.name] for field in WAVE_FIELDS), part.stops, part.can_update,
              needs.prefill_writes, prefill.rows, prefill.has_tail, prefill.scored_rows, needs.joins, needs.tallies,
-             needs.decode_writes, needs.decodes, *loads, *(0 for _ in range(self._num_loads - len(loads)))],
+             needs.decode_writes, needs.decodes,
+             *(getattr(report, name) for report in part.eplb for name, _ in _EPLB_FIELDS),
+             *loads, *(0 for _ in range(self._num_loads - len(loads)))],
             np.int32,
         )  # fmt: skip
 
@@ -128,4 +142,17 @@ class Agreement:
             decodes=bool(value("decodes")),
         )  # fmt: skip
         stopped_by = int(np.argmax(merged.by_rank("stops"))) if value("stops") else -1
-        return Step(needs=needs, updates_weights=bool(value("can_update")), stopped_by=stopped_by)
+        return Step(
+            needs=needs, updates_weights=bool(value("can_update")), stopped_by=stopped_by,
+            eplb=tuple(_agreed(merged, model) for model in self._models),
+        )  # fmt: skip
+
+
+def _agreed(merged: Merged, model: str) -> Agreed:
+    fails, planned = (bool(merged.value(f"{model}_{name}")) for name in ("fails", "planned"))
+    return Agreed(
+        planned=planned, staged=bool(merged.value(f"{model}_staged")), fails=fails,
+        failing_rank=int(np.argmax(merged.by_rank(f"{model}_fails"))) if fails else -1,
+        plan_hashes=tuple(merged.by_rank(f"{model}_plan_hash").tolist()) if planned else (),
+        command=merged.value(f"{model}_command"),
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from widemesh.pallas_kernels.gpu.targets import TARGETS, GpuTarget
 from widemesh.pallas_kernels.gpu.topology import topology
 from widemesh.serving.abstract import AbstractArguments
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.memory_plan import plan_memory
 from widemesh.serving.programs import Programs
 from widemesh.serving.tensor_split import refuse_packed
 from widemesh.sharding import make_mesh
@@ -41,6 +42,7 @@ class StepCheck:
     errors: dict[str, str]  # of the programs that did not compile, in one sentence
     expected: dict[str, tuple[str, ...]]  # the ops of each program
     seconds: float
+    staging_bytes: int = 0  # per device, held beside the programs: rows of experts that move
 
     @property
     def compiled(self) -> bool:
@@ -77,7 +79,7 @@ class StepCheck:
     @property
     def total_bytes(self) -> int:
         """Device memory at the most."""
-        return max((one.memory.total_bytes for one in self.programs.values()), default=0)
+        return max((one.memory.total_bytes for one in self.programs.values()), default=0) + self.staging_bytes
 
     @property
     def spill_bytes(self) -> int:
@@ -129,6 +131,7 @@ class StepCheck:
             "kernels": self.kernels,
             "argument_bytes": self.argument_bytes,
             "temp_bytes": self.temp_bytes,
+            "staging_bytes": self.staging_bytes,
             "hbm_bytes": self.target.hbm_bytes,
             "spill_bytes": self.spill_bytes,
             "collectives": collectives,
@@ -176,8 +179,14 @@ def check_step(
                 errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
     return StepCheck(
         role=role, target=TARGETS[target], devices=devices, programs=compiled, errors=errors, expected=expected,
-        seconds=time.perf_counter() - begin,
+        seconds=time.perf_counter() - begin, staging_bytes=_staging_bytes(model, config) if role == "decode" else 0,
     )  # fmt: skip
+
+
+def _staging_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """What moving experts takes of each decode device: a layer's rows as they arrive, and as a commit makes them."""
+    parts = plan_memory(model, config, "gpu").decode.parts
+    return sum(part.num_bytes for part in parts if part.name in ("expert staging", "expert commit"))
 
 
 def ops_of(model: ModelConfig, program: str) -> tuple[str, ...]:

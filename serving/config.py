@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from jaxtyping import Int32
+
 from widemesh.eplb.config import EplbConfig
-from widemesh.eplb.layout import ExpertLayout
+from widemesh.eplb.layout import ExpertLayout, nearest_divisors
+from widemesh.eplb.placement_file import read_placement
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.replay import ReplayConfig
@@ -46,6 +51,9 @@ class EngineConfig:
     batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
     enable_eplb: bool = False  # count what the experts of the decode mesh are sent, and move them while serving
     eplb: EplbConfig = EplbConfig()  # when, and how many copies of experts there are
+    # file of the placement that the decode mesh starts with, as `widemesh experts export` writes it; None: expert e in
+    # slot e
+    expert_placement: str | None = None
     ticket_timeout_s: float = 5.0  # seconds that a process may keep the others waiting before the job is given up
     seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
 
@@ -96,13 +104,24 @@ class EngineConfig:
             raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
                               f"above layer {model.replay_cut}; use replay_tail='full'")
         check_split(model, self.tensor_parallel_size, self.numerics)
-        self.expert_layout(model)
+        self._check_expert_ranks(model.n_routed_experts)
+        self.placement(self.expert_layout(model))
 
     def expert_layout(self, model: ModelConfig) -> ExpertLayout:
         """The expert slots of the decode mesh. Raises ConfigError if they do not suit the model and the ranks."""
         return self.eplb.layout(
             num_layers=model.num_hidden_layers, num_experts=model.n_routed_experts, ranks=self.decode_ranks
         )
+
+    def placement(self, layout: ExpertLayout) -> Int32[np.ndarray, "L X"] | None:
+        """The expert of each slot that `expert_placement` names, None without one. Raises ConfigError."""
+        if self.expert_placement is None:
+            return None
+        try:
+            return read_placement(Path(self.expert_placement), layout)
+        except OSError as err:
+            raise ConfigError(f"expert_placement={self.expert_placement} cannot be read ({err.strerror}); use a file "
+                              "made by `widemesh experts export`") from None  # fmt: skip
 
     def share(self, num_processes: int) -> EngineConfig:
         """What one of so many processes has of it: its devices, their slots and rows. Raises ConfigError."""
@@ -169,6 +188,15 @@ class EngineConfig:
     def chunk_rows(self) -> int:
         """Rows of one request in one prefill step: each prefill rank works on a request of its own."""
         return self.max_num_batched_tokens // self.prefill_ranks
+
+    def _check_expert_ranks(self, experts: int) -> None:
+        """Every rank must hold as many experts; those of a decode mesh with redundant ones are the layout's to count."""
+        for devices, ranks in (("prefill_devices", self.prefill_ranks), ("decode_devices", self.decode_ranks)):
+            is_counted = self.enable_eplb and devices == "decode_devices"
+            if experts % ranks and not is_counted:
+                near = [str(n * self.tensor_parallel_size) for n in nearest_divisors(experts, ranks)]
+                raise ConfigError(f"{self._rank_words(devices)} must divide the model's n_routed_experts={experts}; "
+                                  f"use {devices}={' or '.join(near)}")  # fmt: skip
 
     def _rank_words(self, devices: str) -> str:
         """The number of ranks as the settings give it."""

@@ -114,8 +114,9 @@ class DeviceEngine:
         sizes, model, slots = config.scheduler, checkpoint.config, config.max_num_seqs
         self.prefill = self.mesh_type(checkpoint, config, meshes.prefill, slots=1, pages=sizes.prefill_pages)
         self.decode = self.mesh_type(
-            checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages, eplb=config.eplb
-        )
+            checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages, eplb=config.eplb,
+            has_placement=True,
+        )  # fmt: skip
         self.transfer = InProcessTransfer(meshes.decode, self.decode.own)
         self._idle_loads: dict[int, HandOver] = {}  # by pages: the part in a load of a process that has none
         self.num_dispatches = 0  # programs started since the start

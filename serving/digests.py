@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from importlib import metadata
+from pathlib import Path
 
 from widemesh import __version__
 from widemesh.model.checkpoint import Checkpoint
@@ -20,9 +21,18 @@ _SAMPLE_BYTES = 4096  # of each end of a file of weights; two sets of weights wi
 def job_digests(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
     """Versions, the settings that must agree by name, and hashes of the model's settings and of its weights.
 
-    Of the weights, every tensor's name, type and shape count, and both ends of each file.
+    Of the weights, every tensor's name, type and shape count, and both ends of each file. Of the placement of experts,
+    the content of the file counts, wherever it lies.
     """
-    fields = {f.name: str(getattr(config, f.name)) for f in dataclasses.fields(EngineConfig) if f.name not in _OWN}
+    fields: dict[str, str] = {}
+    for field in dataclasses.fields(EngineConfig):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            fields |= {f"{field.name}.{name}": str(one) for name, one in dataclasses.asdict(value).items()}
+        elif field.name not in _OWN:
+            fields[field.name] = str(value)
+    if config.expert_placement is not None:
+        fields["expert_placement"] = _hash(Path(config.expert_placement).read_bytes())
     return {
         "widemesh": __version__,
         "jax": metadata.version("jax"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -11,7 +12,7 @@ import queue
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int32
 
+from widemesh.eplb import ChildPlanner, Reshuffler
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import ForwardModel, load_engram_hash
@@ -31,9 +33,12 @@ from widemesh.serving.config import EngineConfig
 from widemesh.serving.device import DeviceEngine
 from widemesh.serving.digests import job_digests
 from widemesh.serving.engine_request import Request
+from widemesh.serving.expert_control import ExpertControl
+from widemesh.serving.expert_mover import ExpertMover
 from widemesh.serving.job import Job, JobEnd
 from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
-from widemesh.serving.loop import EngineLoop, WeightUpdate
+from widemesh.serving.live_experts import TARGET, LiveExperts
+from widemesh.serving.loop import EngineError, EngineLoop, WeightUpdate
 from widemesh.serving.mailbox import Mailbox, on_the_spot
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
 from widemesh.serving.memory_plan import plan_memory
@@ -54,10 +59,6 @@ Prompt = str | Sequence[int] | Int32[np.ndarray, "N"]
 _log = logging.getLogger(__name__)
 
 
-class EngineError(RuntimeError):
-    """The engine is closed or has failed and cannot take requests."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Totals since start, of finished requests and of tokens."""
@@ -76,10 +77,14 @@ class Engine:
 
     With `processes`, this is one of several that make up the engine; all must be constructed, with the same `config`,
     and each serves the requests that are sent to it. `close` of one ends all. When another process is lost, requests
-    end with an error, and this process ends itself with status 70 (`job`).
+    end with an error, and this process ends itself with status 70 (`job`). `on_join` gets the job when all have met,
+    before anything is loaded: for a process that may be told to stop meanwhile.
     """
 
-    def __init__(self, config: EngineConfig, processes: ProcessConfig | None = None):
+    def __init__(
+        self, config: EngineConfig, processes: ProcessConfig | None = None, *,
+        on_join: Callable[[Job], None] | None = None,
+    ):  # fmt: skip
         self.config = config
         processes = processes or ProcessConfig()
         self.share = config.share(processes.num_processes)
@@ -95,6 +100,8 @@ class Engine:
         engram_hash = load_engram_hash(self.model_config, config.model)
         self.job = self._join(processes, checkpoint)
         self.job.on_end(self._end_job)
+        if on_join is not None:
+            on_join(self.job)
         try:
             self._open(checkpoint, engram_hash, scheduler, processes)
         except BaseException as err:
@@ -105,6 +112,8 @@ class Engine:
         self, checkpoint: Checkpoint, engram_hash: EngramHash, scheduler: Scheduler[Request], processes: ProcessConfig
     ) -> None:
         config = self.config
+        if processes.num_processes > 1:
+            start_processes(self.job.jax_address, rank=processes.process_id, size=processes.num_processes)
         enable_compile_cache()
         self.meshes = make_meshes(
             config.prefill_devices, config.decode_devices, config.tensor_parallel_size, processes.num_processes
@@ -115,6 +124,9 @@ class Engine:
         self.device = self._open_device(checkpoint, engram_hash)
         self._compiles = CompileCounter()
         self.device.warm_up()
+        mover = ExpertMover(self.device) if config.enable_eplb else None
+        if mover is not None:
+            mover.warm_up()
         self._compiles.mark_warm()
         traffic = {"prefill": self.device.prefill.traffic, "decode": self.device.decode.traffic}
         self.metrics = EngineMetrics(model_name=config.served_model_name or config.model, compiles=self._compiles,
@@ -131,9 +143,12 @@ class Engine:
         if processes.num_processes > 1:
             leave_coordinator()
         agreement = Agreement(self.job.ticket, self.metrics.agreed)
+        self._reshuffler = None if mover is None else self._make_reshuffler(mover, processes.process_id)
         self._loop = EngineLoop(
-            self.share, scheduler, self.device, self._forget, self.metrics, agreement, self._end_loop
-        )
+            self.share, scheduler, self.device, self._forget, self.metrics, agreement, self._end_loop,
+            () if self._reshuffler is None else (self._reshuffler,),
+        )  # fmt: skip
+        self.experts: ExpertControl = LiveExperts(self._loop, self.device.decode, self._reshuffler)
         if self.job.failure:
             self._loop.lose(EngineError(self.job.failure))
 
@@ -229,15 +244,29 @@ class Engine:
             raise ValueError(f"in_flight={in_flight!r} is unknown; use 'finish' or 'abort'")
         with self._update_lock:
             weights = self._weights.updated(tensors)
-            update = WeightUpdate(
-                prefill=self.device.prefill.place(weights.read),
-                decode=self.device.decode.place(weights.read),
-                aborts=in_flight == "abort",
-            )
-            if not self._loop.update_weights(update):
-                raise EngineError("the engine is closed or has failed; start a new one")
+            with self._experts_held():
+                update = WeightUpdate(
+                    prefill=self.device.prefill.place(weights.read),
+                    decode=self.device.decode.place(weights.read),
+                    aborts=in_flight == "abort",
+                )
+                if not self._loop.update_weights(update):
+                    raise EngineError
             self._weights = weights
             return update.version
+
+    @contextlib.contextmanager
+    def _experts_held(self) -> Iterator[None]:
+        """No expert changes its slot meanwhile: weights are being laid out for the placement of now."""
+        reshuffler = self._reshuffler
+        if reshuffler is None:
+            yield
+            return
+        self._loop.call(reshuffler.hold)
+        try:
+            yield
+        finally:
+            self._loop.call(reshuffler.release)
 
     @property
     def weights_version(self) -> int:
@@ -304,13 +333,19 @@ class Engine:
         refuse_if_too_large(plan, available_memory(jax.local_devices()), num_processes)
         return DeviceEngine(self.share, checkpoint, engram_hash, self.meshes)
 
+    def _make_reshuffler(self, mover: ExpertMover, rank: int) -> Reshuffler:
+        """Of the target model, on the decode mesh."""
+        layout, config = self.device.decode.layout, self.config.eplb
+        planner = ChildPlanner(layout, config, on_answer=lambda: self._loop.wake())
+        return Reshuffler(
+            TARGET, layout, config, self.device.decode.slot_owner, mover, planner, rank=rank, listener=self.metrics
+        )
+
     def _join(self, processes: ProcessConfig, checkpoint: Checkpoint) -> Job:
-        """Meet the other processes, and be one JAX with them. Raises ConfigError."""
-        schema = step_schema(self.share.max_new_kv_loads_per_step or self.share.max_num_seqs)
-        job = Job.join(processes, schema, job_digests(self.config, checkpoint), self.config.ticket_timeout_s)
-        if processes.num_processes > 1:
-            start_processes(job.jax_address, rank=processes.process_id, size=processes.num_processes)
-        return job
+        """Meet the other processes. Raises ConfigError."""
+        models = (TARGET,) if self.config.enable_eplb else ()
+        schema = step_schema(self.share.max_new_kv_loads_per_step or self.share.max_num_seqs, models)
+        return Job.join(processes, schema, job_digests(self.config, checkpoint), self.config.ticket_timeout_s)
 
     def _end_job(self, end: JobEnd) -> None:
         """A process is lost. The loop's thread may be waiting for it in a collective, so requests end without it."""
@@ -378,7 +413,7 @@ class Engine:
             # Known and queued in one step: an abort that comes in between would find nothing to end.
             for one in requests:
                 if not self._loop.post(one):
-                    raise EngineError("the engine is closed or has failed; start a new one")
+                    raise EngineError
                 self._in_flight.setdefault(request_id, set()).add(one.request_id)
                 self._request_of[one.request_id] = request_id
         return Samples(

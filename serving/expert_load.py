@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from widemesh.eplb.window import FIRST_ROW, NOT_RECORDED
 from widemesh.model.step import Recorder
-
-NOT_RECORDED, FIRST_ROW, NEXT_ROW = range(3)  # what becomes of a step's load: nothing, the ring begins anew, it goes on
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +34,7 @@ class ExpertLoad:
         )
 
     def after(self, load: Int32[Array, "L Q"], record: Int32[Array, ""]) -> ExpertLoad:
-        """With one more step, on one rank. A full ring keeps its rows. `record` is one of the three codes above."""
+        """With one more step, on one rank. A full ring keeps its rows. `record` is one of the codes of `eplb.window`."""
         row = jnp.where(record == FIRST_ROW, 0, self.num_rows[0])
         size = self.ring.shape[1]
         place = jnp.where(record == NOT_RECORDED, size, row)  # past the end = dropped

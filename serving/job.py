@@ -27,7 +27,8 @@ class JobEnd:
     """Why there is no job any more."""
 
     reason: str
-    is_failure: bool  # else the processes have parted in good order
+    is_failure: bool  # else the processes have parted in good order, or one has been told to stop
+    is_others: bool = False  # the reason lies with another process
 
 
 class Job:
@@ -35,6 +36,7 @@ class Job:
 
     When another process is lost, or reports that it cannot go on, listeners hear of it on whatever thread has noticed,
     and `LOSS_EXIT_S` later this process ends itself with `LOST_STATUS`: its devices may wait in a collective for ever.
+    When another was told to stop before all serve, this one ends likewise, with status 0.
     """
 
     def __init__(self, ticket: Ticket, address: str = ""):
@@ -71,7 +73,7 @@ class Job:
                 timeout_s=timeout_s, join_timeout_s=processes.join_timeout_s, digests=digests,
             )  # fmt: skip
             job = cls(ticket)
-            job._lifeline = Lifeline(ticket, job._lose, timeout_s=timeout_s)
+            job._lifeline = Lifeline(ticket, job._lose, timeout_s=timeout_s, on_stop=job._stopped)
             told = ticket.post(dict.fromkeys((field.name for field in schema.fields), 0) | {JAX_PORT: port}).wait()
             ticket.end_wave()  # which this exchange would otherwise begin
         except TicketError as err:
@@ -80,6 +82,11 @@ class Job:
             raise ConfigError(f"the processes of coordinator={processes.coordinator} cannot start: {err}") from None
         job.jax_address = f"{processes.coordinator.rpartition(':')[0]}:{told.value(JAX_PORT)}"
         return job
+
+    @property
+    def end(self) -> JobEnd | None:
+        """Why there is no job any more; None while there is."""
+        return self._end
 
     @property
     def failure(self) -> str:
@@ -102,6 +109,14 @@ class Job:
         self.ticket.close()
         self._finish(JobEnd(reason=reason, is_failure=False))
 
+    def stop(self) -> None:
+        """This process is told to end while the others cannot agree to: as long as it loads. They end too."""
+        if self._lifeline is None:
+            return
+        reason = f"rank {self.ticket.rank} was told to stop while the model was loading"
+        self._lifeline.stop(reason)
+        self.leave(reason)
+
     def fail(self, failure: BaseException) -> None:
         """This process cannot go on: tell the others, and end. With a single process nothing happens."""
         if self._lifeline is None:
@@ -116,7 +131,10 @@ class Job:
             self._finish(JobEnd(reason=reason, is_failure=True))
 
     def _lose(self, rank: int, reason: str) -> None:
-        self._finish(JobEnd(reason=reason, is_failure=True))
+        self._finish(JobEnd(reason=reason, is_failure=True, is_others=rank != self.ticket.rank))
+
+    def _stopped(self, rank: int, reason: str) -> None:
+        self._finish(JobEnd(reason=reason, is_failure=False, is_others=True))
 
     def _finish(self, end: JobEnd) -> None:
         with self._lock:
@@ -124,9 +142,10 @@ class Job:
                 return
             self._end = end
             listeners, self._listeners = self._listeners, []
-        if end.is_failure:
-            _log.error("%s; this process, rank %d, ends with status %d", end.reason, self.ticket.rank, LOST_STATUS)
-            exit_after(LOSS_EXIT_S, LOST_STATUS)
+        if end.is_failure or end.is_others:
+            status = LOST_STATUS if end.is_failure else 0
+            _log.error("%s; this process, rank %d, ends with status %d", end.reason, self.ticket.rank, status)
+            exit_after(LOSS_EXIT_S, status)
         self._has_ended.set()
         for listener in listeners:
             try:

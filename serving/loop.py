@@ -10,21 +10,25 @@ ranks, says what its plan needs, and dispatches what all of them need (`agreemen
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int32, UInt32
 
-from widemesh.serving.agreement import Agreement, Part
+from widemesh.eplb.agreed import Agreed
+from widemesh.serving.agreement import Agreement, Part, Step
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillStep
 from widemesh.serving.engine_request import Request
+from widemesh.serving.expert_load import NOT_RECORDED
 from widemesh.serving.mailbox import Letter, Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
 from widemesh.serving.programs import NOT_FINITE
@@ -41,12 +45,16 @@ from widemesh.serving.scheduling import (
     Scheduler,
     StepPlan,
 )
-from widemesh.serving.step_needs import DECODE_ONLY, StepNeeds
+from widemesh.serving.step_needs import DECODE_ONLY, NOTHING, StepNeeds
 from widemesh.serving.step_work import IDLE, NO_WORK, DecodeWork, StepWork, make_work
 from widemesh.serving.structured import ConstraintError
 from widemesh.sharding.ticket import TicketError
 
+if TYPE_CHECKING:
+    from widemesh.eplb.reshuffler import Reshuffler
+
 _STEPS_IN_FLIGHT = 2
+_IDLE_STEP_S = 0.0005  # between two looks at what the devices do beside the steps, when there is nothing else to do
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +79,29 @@ class WeightUpdate:
     version: int = 0  # after it; 0 = it was never applied
 
 
+class EngineError(RuntimeError):
+    """The engine is closed or has failed and cannot take requests."""
+
+    def __init__(self, message: str = "the engine is closed or has failed; start a new one"):
+        super().__init__(message)
+
+
+class _Call:
+    """A function for the engine's thread, and what became of it."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self._function = function
+        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.result = self._future.result
+        self.refuse = functools.partial(self._future.set_exception, EngineError())
+
+    def run(self) -> None:
+        try:
+            self._future.set_result(self._function())
+        except Exception as err:  # it is the caller's
+            self._future.set_exception(err)
+
+
 class EngineLoop:
     """Runs until `stop`, or until another process stops. Requests in flight then, and after a defect, end with abort
     or error. `on_end` is called on the loop's thread: with its failure at once, or with None when all is over."""
@@ -84,7 +115,9 @@ class EngineLoop:
         metrics: EngineMetrics,
         agreement: Agreement,
         on_end: Callable[[BaseException | None], None] = lambda _: None,
+        reshufflers: tuple[Reshuffler, ...] = (),
     ):
+        self._reshufflers = reshufflers  # of the models whose experts move; the target model's is the first
         self._config, self._scheduler, self._device = config, scheduler, device
         self._on_finish, self._metrics, self._agreement, self._on_end = on_finish, metrics, agreement, on_end
         self._settings = SlotSettings(config.max_num_seqs, device.model_config.vocab_size)
@@ -107,6 +140,7 @@ class EngineLoop:
         self._aborts: dict[str, FinishReason] = {}
         self._live: dict[str, Request] = {}
         self._updates: collections.deque[WeightUpdate] = collections.deque()
+        self._calls: collections.deque[_Call] = collections.deque()
         self._is_stopping = False
         self.stopped_by = -1  # the process that has ended the job in good order
         self.weights_version = 0
@@ -137,14 +171,14 @@ class EngineLoop:
                 return False
             self._scheduler.check_queue(len(request.prompt), self._inbox)
             self._inbox.append(request)
-        self._wake()
+        self.wake()
         return True
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request at the next step boundary, with another `reason` if its reader has found its end."""
         with self._lock:
             self._aborts.setdefault(request_id, reason)
-        self._wake()
+        self.wake()
 
     def update_weights(self, update: WeightUpdate) -> bool:
         """Apply an update at a step boundary and wait for it. False: the loop has ended before.
@@ -155,14 +189,28 @@ class EngineLoop:
             if self._is_stopping or self.failure is not None:
                 return False
             self._updates.append(update)
-        self._wake()
+        self.wake()
         update.is_over.wait()
         return update.version > 0
+
+    def call[R](self, function: Callable[[], R]) -> R:
+        """Run a function on the engine's thread between two steps, and return what it returns or raise what it raises.
+
+        Raises EngineError if the loop has ended before.
+        """
+        call = _Call(function)
+        with self._lock:
+            if self._is_stopping or self.failure is not None:
+                raise EngineError
+            self._calls.append(call)
+        self.wake()
+        result: R = call.result()
+        return result
 
     def stop(self) -> None:
         """End everything in flight with abort and wait for the thread, in all processes. May be called twice."""
         self._is_stopping = True
-        self._wake()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -176,7 +224,8 @@ class EngineLoop:
                 Letter(request, [], len(request.known_output), 0, self.weights_version, FinishReason.ERROR, None)
             )
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Look for work, from any thread."""
         if self._is_resting:
             self._agreement.wake()
 
@@ -201,6 +250,10 @@ class EngineLoop:
         self._send()
         for update in self._updates:
             update.is_over.set()
+        for call in self._calls:
+            call.refuse()
+        for reshuffler in self._reshufflers:
+            reshuffler.close()
         self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
         if self.failure is None:
             self._on_end(None)
@@ -209,6 +262,7 @@ class EngineLoop:
         """Move posted requests and aborts into the scheduler; rest while there is nothing to do. False: stop."""
         if not self._in_flight:  # else the processes are stepping
             self._rest()
+        self._run_calls()
         with self._lock:
             if self.stopped_by >= 0 or (self._is_stopping and self._agreement.is_alone):
                 return False
@@ -230,6 +284,7 @@ class EngineLoop:
     def _rest(self) -> None:
         """Return when there is a step to take, with the other processes."""
         while not self._agreement.is_stepping and self.stopped_by < 0:
+            self._run_calls()
             if not self._is_due():
                 self._send()
                 self._is_resting = True
@@ -237,6 +292,10 @@ class EngineLoop:
             self._is_resting = False
             if may_step:
                 return
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft().run()
 
     def _is_due(self) -> bool:
         """Whether this process has a reason to take a step."""
@@ -251,7 +310,7 @@ class EngineLoop:
     @property
     def _has_work(self) -> bool:
         """Whether a step can bring anything of this process's forward."""
-        if self._in_flight:
+        if self._in_flight or any(reshuffler.wants_step for reshuffler in self._reshufflers):
             return True
         if self._updates:  # whoever waits for new weights also waits for the other processes
             return self._scheduler.has_started
@@ -276,35 +335,41 @@ class EngineLoop:
             self._work = make_work(plan, decode, self._device)
             self._planned = plan if self._work.needs is DECODE_ONLY else None
         work = self._work
-        needs = self._agree(plan, work)
-        if needs is None:
+        step = self._agree(plan, work)
+        if step is None:
             return
-        self._dispatch(plan, work, needs)
+        needs = step.needs
+        self._dispatch(plan, work, step)
         self._send()
         if self._in_flight and (not needs.decodes or len(self._in_flight) >= _STEPS_IN_FLIGHT):
             self._settle(*self._in_flight.popleft())
         elif not needs.decodes and self._prefilling:
             self._prefilling[0][1].wait()
+        elif needs == NOTHING:
+            time.sleep(_IDLE_STEP_S)
         self._report(plan, time.monotonic() - start_s)
 
-    def _agree(self, plan: StepPlan[Request], work: StepWork) -> StepNeeds | None:
+    def _agree(self, plan: StepPlan[Request], work: StepWork) -> Step | None:
         """What all processes dispatch; None: nothing, ever again. Applies new weights, if all have them."""
         self._told_update = self._can_update
+        reports = tuple(reshuffler.report() for reshuffler in self._reshufflers)
         if self._agreement.is_alone:
-            needs, updates_weights = work.needs, self._told_update
+            step = Step(
+                needs=work.needs, updates_weights=self._told_update, eplb=tuple(Agreed.of((one,)) for one in reports)
+            )
         else:
             self._agreement.post(
                 Part(needs=work.needs, has_work=self._has_work, stops=self._is_stopping, can_update=self._told_update,
-                     weights_version=self.weights_version)
+                     weights_version=self.weights_version, eplb=reports)
             )  # fmt: skip
         if plan.prefill is not None or plan.loads:  # which take a while to dispatch
             self._send()
         if not self._agreement.is_alone:
             step = self._agreement.wait()
-            self.stopped_by, needs, updates_weights = step.stopped_by, step.needs, step.updates_weights
-        if updates_weights:
+            self.stopped_by = step.stopped_by
+        if step.updates_weights:
             self._update_weights()
-        return needs if self.stopped_by < 0 else None
+        return step if self.stopped_by < 0 else None
 
     def _make_way(self, update: WeightUpdate) -> None:
         """Abort what has started if an update asks for it. New requests wait meanwhile."""
@@ -316,6 +381,8 @@ class EngineLoop:
         """Apply an update. Nothing runs on the weights that it replaces, in any process."""
         update = self._updates[0]
         self._device.prefill.parameters, self._device.decode.parameters = update.prefill, update.decode
+        for reshuffler in self._reshufflers:
+            reshuffler.discard()  # rows that were copied from the old weights
         self._scheduler.flush_prefix_cache()
         self._reported_requests = -1  # cached pages have become free
         self.weights_version += 1
@@ -325,13 +392,18 @@ class EngineLoop:
         self._send()  # those that were aborted for it know before it is over
         update.is_over.set()
 
-    def _dispatch(self, plan: StepPlan[Request], work: StepWork, needs: StepNeeds) -> None:
+    def _dispatch(self, plan: StepPlan[Request], work: StepWork, agreed: Step) -> None:
         """Run what all processes need, in one order; where this one needs less, on idle arguments."""
-        now_s, pages = time.monotonic(), plan.decode_pages
+        now_s, pages, needs = time.monotonic(), plan.decode_pages, agreed.needs
         if needs is not DECODE_ONLY:
             pages = self._dispatch_events(plan, work, needs, now_s)
+        records = [reshuffler.act(one, decodes=needs.decodes)
+                   for reshuffler, one in zip(self._reshufflers, agreed.eplb, strict=True)]  # fmt: skip
         if needs.decodes:
-            step = self._device.decode_step(work.decode.rows, pages, self._sampling, work.decode.mask)
+            step = self._device.decode_step(
+                work.decode.rows, pages, self._sampling, work.decode.mask,
+                record=records[0] if records else NOT_RECORDED,
+            )  # fmt: skip
             self._in_flight.append((plan.decode, step))
         if needs.decodes or needs.prefill.rows or needs.prefill.scored_rows:
             self._metrics.dispatched(time.monotonic() - now_s)

@@ -19,7 +19,7 @@ from flax import nnx
 from widemesh.eplb import ExpertLayout
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
-from widemesh.model.loading import split_model
+from widemesh.model.loading import is_expert, split_model
 from widemesh.model.numerics import Numerics, numerics_named
 from widemesh.model.params import is_engram_table
 from widemesh.model.step import selection_form
@@ -33,7 +33,7 @@ from widemesh.sharding import EP_AXIS, TP_AXIS, partition_spec
 
 Kind = Literal["parameters", "state", "step"]
 
-_F32, _I32, _BF16 = 4, 4, 2  # bytes
+_F32, _I32, _U32, _BF16 = 4, 4, 4, 2  # bytes
 _BLOCK_ROWS = 64  # rows whose scores of every head the reference ops hold at once
 
 
@@ -147,6 +147,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     load = jax.eval_shape(functools.partial(
         ExpertLoad.zeros, 1, config.load_window, decode_layout.num_layers, decode_layout.slots_per_rank
     ))  # fmt: skip
+    moving = _moving_bytes(model, numerics, of_decode, decode_layout)
+    checksums = decode_layout.slots_per_rank * _U32
     tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
     prefill = MeshMemory(
         name="prefill",
@@ -165,7 +167,10 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
             *_fixed_parts(model, numerics, of_decode, decode_cache, decode_layout),
             Part(name="penalty tallies", kind="state", num_bytes=_nbytes(tally)),
             Part(name="expert load", kind="state", num_bytes=_nbytes(load)),
+            *[Part(name="expert staging", kind="state", num_bytes=moving + checksums)] * config.enable_eplb,
             *_step_parts(model, numerics, decode_cache, sizes.decode_rows, of_decode),
+            # The rows that a commit makes, while older steps read the old ones.
+            *[Part(name="expert commit", kind="step", num_bytes=moving)] * config.enable_eplb,
         ),
     )
     page_bytes = _nbytes(decode_cache.pages) // decode_cache.pages.shape[0]
@@ -229,16 +234,27 @@ def _parameter_bytes(
     """Bytes on one device of the Engram tables, and of everything else."""
     tables = rest = 0
     for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, layout)):
-        spec = partition_spec(variable.axes)
-        num_bytes = sum(
-            array.dtype.itemsize * math.prod(map(split.device_size, array.shape, spec))
-            for array in jax.tree.leaves(variable.get_value())
-        )  # fmt: skip
+        num_bytes = _device_bytes(variable, split)
         if is_engram_table(path):
             tables += num_bytes
         else:
             rest += num_bytes
     return tables, rest
+
+
+def _moving_bytes(model: ModelConfig, numerics: Numerics, split: _Split, layout: ExpertLayout) -> int:
+    """Bytes on one device of the experts of one layer, of which all have as many."""
+    state = nnx.to_flat_state(abstract_parameters(model, numerics, layout))
+    return sum(_device_bytes(variable, split) for path, variable in state if is_expert(path)) // layout.num_layers
+
+
+def _device_bytes(variable: nnx.Variable[Any], split: _Split) -> int:
+    """Bytes of a parameter that lie on one device."""
+    spec = partition_spec(variable.axes)
+    return sum(
+        array.dtype.itemsize * math.prod(map(split.device_size, array.shape, spec))
+        for array in jax.tree.leaves(variable.get_value())
+    )  # fmt: skip
 
 
 def _step_parts(model: ModelConfig, numerics: Numerics, cache: Cache, rows: int, split: _Split) -> list[Part]:

@@ -36,12 +36,13 @@ _log = logging.getLogger(__name__)
 class MeshState:
     """What one mesh holds. `slots` and `pages` are per rank; `eplb` says how many slots its experts have.
 
+    `has_placement`: it starts with the placement of `config.expert_placement`, if there is one.
     Ranks, slots and pages are counted over this process's own ranks (`own`), which with one process are all.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int,
-        eplb: EplbConfig = EplbConfig(),
+        eplb: EplbConfig = EplbConfig(), has_placement: bool = False,
     ):  # fmt: skip
         model, sizes = checkpoint.config, config.scheduler
         _log.info("reading the weights for %d devices", mesh.devices.size)
@@ -57,7 +58,8 @@ class MeshState:
             exchange=config.exchange, batch_invariant=config.batch_invariant, eplb=eplb,
         )  # fmt: skip
         self.layout = self.programs.expert_layout
-        self.slot_owner = initial_placement(self.layout)  # expert of each slot; replaced, never written
+        given = config.placement(self.layout) if has_placement else None
+        self.slot_owner = initial_placement(self.layout) if given is None else given  # replaced, never written
         self.sharding = self.programs.sharding()
         self.traffic = MeshTraffic(self.programs)
         self.replicated = named_sharding(mesh, ())

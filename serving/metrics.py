@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from widemesh.serving.compile_counter import CompileCounter
+from widemesh.serving.expert_metrics import ExpertMetrics
 from widemesh.serving.histogram import Histogram, one_two_five
 from widemesh.serving.request import FinishReason
 
@@ -86,6 +87,7 @@ class EngineMetrics(Collector):
         self._ticket_wait, self._dispatch = Histogram(_HOST_S), Histogram(_HOST_S)
         self._device_step = Histogram(_STEP_S)
         self._last_ranks: dict[int, int] = {}
+        self._experts = ExpertMetrics(self._labels)
 
     # --- what the engine's thread reports -----------------------------------------------------------------------------
 
@@ -150,6 +152,26 @@ class EngineMetrics(Collector):
         """A decode step's result is there, so long after its dispatch or, if later, the result before it."""
         self._device_step.add(seconds)
 
+    def balancedness(self, model: str, value: float, feasible: float | None) -> None:
+        """Mean rank load / maximum rank load of a model's experts; `feasible`, if known: what no placement exceeds."""
+        self._experts.of(model).value = value
+        if feasible is not None:
+            self._experts.of(model).feasible = feasible
+
+    def rebalanced(self, model: str, result: str, rows: int, num_bytes: int) -> None:
+        """A rebalance has ended in one of `expert_metrics.RESULTS`, after sending so many rows between ranks."""
+        found = self._experts.of(model)
+        found.results[result] = found.results.get(result, 0) + 1
+        found.num_bytes += num_bytes
+
+    def layer_committed(self, model: str, seconds: float) -> None:
+        """A layer's weights and maps are in force, so long after its first copy."""
+        self._experts.of(model).commits.add(seconds)
+
+    def disabled(self, model: str, is_disabled: bool) -> None:
+        """Rebalancing has been given up after too many failures, or resumed."""
+        self._experts.of(model).is_disabled = is_disabled
+
     # --- what a scrape reads ------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
@@ -187,6 +209,7 @@ class EngineMetrics(Collector):
         yield self._last_by_rank()
         yield self._pages_by_state()
         yield self._exchange_bytes()
+        yield from self._experts.collect()
         yield self._counter("widemesh:compiles_after_warm_up", "Programs compiled that should have been there already.",
                             self._compiles.after_warm_up)  # fmt: skip
 

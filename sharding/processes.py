@@ -1,18 +1,24 @@
 """Several processes as one JAX: starting it, and leaving its coordinator before serving begins.
 
-JAX's coordinator compares notes while meshes and collectives are set up. It also watches the processes, and when one
-is lost it ends the others with an abort signal, at once if the lost one is process 0. So that a job can say what has
-happened and end by itself, all leave the coordinator together once every program has run; from then on a lifeline
-(`sharding/ticket`) is the only watch.
+JAX's coordinator, which runs in process 0, compares notes while meshes and collectives are set up. Each process also
+listens to it for bad news, and takes a connection that breaks for some: it ends itself with an abort signal, which
+no option of JAX's changes (its callback for that cannot be written in Python). So the others reach the coordinator
+through a relay of their own, which does not pass on that it is gone, and a job says itself what has happened, and
+ends (`sharding/ticket`'s lifeline is much quicker than JAX's heartbeats). When every program has run, all leave the
+coordinator together.
 """
 
 from __future__ import annotations
 
 import jax
 
-HEARTBEAT_S = 100  # of JAX's own watch, while it lasts; longer than any ticket's timeout
+from widemesh.sharding.relay import Relay
+
+HEARTBEAT_S = 200  # of JAX's own watch, while it lasts, which may end a process after half of it; a ticket is quicker
 _START_S = 300  # for all processes to come
 _LEAVE_S = 600  # for the slowest to have run every program
+
+_relay: Relay | None = None  # a process has one client of the coordinator's, too
 
 
 def start_processes(address: str, *, rank: int, size: int) -> None:
@@ -20,8 +26,12 @@ def start_processes(address: str, *, rank: int, size: int) -> None:
 
     Afterwards `jax.devices()` are those of all processes. Raises RuntimeError if JAX runs already or nobody answers.
     """
+    global _relay
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM for itself, and the server never stops
+    if rank:
+        _relay = Relay(address, _START_S)
+        address = _relay.address
     jax.distributed.initialize(
         address, size, rank, initialization_timeout=_START_S, heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=_LEAVE_S,
@@ -30,4 +40,8 @@ def start_processes(address: str, *, rank: int, size: int) -> None:
 
 def leave_coordinator() -> None:
     """Wait for all processes, then do without the coordinator. Collectives that have run before go on working."""
+    global _relay
     jax.distributed.shutdown()
+    if _relay is not None:
+        _relay.close()
+        _relay = None

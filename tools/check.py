@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from widemesh.eplb.config import EplbConfig
 from widemesh.model.config import ConfigError, ModelConfig
 from widemesh.model.presets import PRESETS
 from widemesh.pallas_kernels.gpu.targets import TARGETS
@@ -47,6 +48,7 @@ class Check:
     page_size: int = EngineConfig.page_size  # tokens
     chunk_rows: int = _ROWS_PER_DEVICE  # prefill: tokens of a prompt in one step of a device
     decode_steps: int = 1  # decode: tokens that one dispatch draws
+    redundant_experts: int | None = None  # decode: with enable_eplb and so many redundant experts; None: without
     replay_tail: Literal["bounded", "full"] = "bounded"  # prefill: rows of the later layers, one window or all
 
     def __post_init__(self) -> None:
@@ -64,6 +66,9 @@ class Check:
             raise ConfigError(f"slots={self.slots} must be a multiple of devices={self.devices}; use {use}")
         if self.pages is not None and self.pages < 2:
             raise ConfigError(f"pages={self.pages} must be at least 2, one of which is nobody's")
+        if self.redundant_experts is not None and self.role != "decode":
+            raise ConfigError(f"redundant_experts={self.redundant_experts} goes with role=decode: prefill keeps one "
+                              "slot per expert; leave it out")  # fmt: skip
 
     def run(self) -> int:
         model = ModelConfig.from_dir(self.model) if self.preset is None else PRESETS[self.preset]
@@ -91,19 +96,22 @@ class Check:
         return 1 if check.reasons() else 0
 
     def engine_config(self) -> EngineConfig:
-        """The engine whose programs are compiled."""
+        """The engine whose programs are compiled. With role=decode nothing is asked of its prefill mesh."""
+        prefill_devices = self.devices if self.role == "prefill" else 1
         return EngineConfig(
             numerics="serving",
             max_model_len=self.max_model_len,
             max_num_seqs=_SLOTS_PER_DEVICE * self.devices if self.slots is None else self.slots,
-            max_num_batched_tokens=self.chunk_rows * self.devices,
+            max_num_batched_tokens=self.chunk_rows * prefill_devices,
             page_size=self.page_size,
             num_pages=self.pages if self.role == "decode" else None,
             num_prefill_pages=self.pages if self.role == "prefill" else None,
-            prefill_devices=self.devices,
+            prefill_devices=prefill_devices,
             decode_devices=self.devices,
             decode_steps=self.decode_steps,
             replay_tail=self.replay_tail,
+            enable_eplb=self.redundant_experts is not None,
+            eplb=EplbConfig(num_redundant_experts=self.redundant_experts or 0),
         )
 
 

@@ -43,6 +43,14 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
     "logits": Command("widemesh.tools.logits:Logits", "write the logits of every position of given token ids"),
     "memory": Command("widemesh.tools.memory:Memory", "print how much memory an engine will hold"),
     "check": Command("widemesh.tools.check:Check", "compile the step programs for GPUs that need not be there"),
+    "experts": {
+        "show": Command("widemesh.tools.experts:Show", "show where a server's experts lie and how busy they are"),
+        "rebalance": Command("widemesh.tools.experts:Rebalance", "make a server plan a placement soon"),
+        "pause": Command("widemesh.tools.experts:Pause", "let a server make no new placement"),
+        "resume": Command("widemesh.tools.experts:Resume", "go on after a pause, or after too many failures"),
+        "export": Command("widemesh.tools.experts:Export", "write a server's placement to a file"),
+        "import": Command("widemesh.tools.experts:Import", "make a server move to the placement in a file"),
+    },
     "bench": {
         "eplb": Command("widemesh.tools.bench.eplb:EplbBench", "simulate expert rebalancing and time its planner"),
         "exchange": Command("widemesh.tools.bench.exchange:ExchangeBench", "spread experts over ranks, count bytes"),

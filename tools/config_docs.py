@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from widemesh.eplb.config import EplbConfig
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.server import ServerConfig
 from widemesh.serving.metrics_endpoint import MetricsConfig
@@ -33,6 +34,11 @@ SETTINGS: Mapping[type, str] = {
     EngineConfig: (
         "Flags of `widemesh serve`, where `model` is the folder `DIR` that is given without a name. For "
         "`widemesh generate --file` they begin with `--engine.`, except `--model`. In Python: `EngineConfig(...)`."
+    ),
+    EplbConfig: (
+        "Flags of `widemesh serve` that begin with `--eplb.`, as `--eplb.window-size 500`, or one JSON object, "
+        "`--eplb-config '{\"window_size\": 500}'`. In a YAML file a mapping under the key `eplb`. In Python: "
+        "`EngineConfig(enable_eplb=True, eplb=EplbConfig(...))`."
     ),
     ServerConfig: "Flags of `widemesh serve`. In Python: `ServerConfig(...)`.",
     MetricsConfig: "Flags of `widemesh serve`. In Python: a `MetricsEndpoint`, with `engine.metrics` added.",
@@ -209,6 +215,8 @@ def _default_text(field: dataclasses.Field[Any], value: Any = dataclasses.MISSIN
         return "required"
     if value is None or value == () or value == "":
         return "none"
+    if type(value) in SETTINGS:
+        return f"[{type(value).__name__}](#{type(value).__name__.lower()})"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

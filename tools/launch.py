@@ -39,7 +39,7 @@ class Launch:
     `prefill_devices` and `decode_devices` are totals, of which each process holds an equal part.
     """
 
-    engine: tyro.conf.OmitArgPrefixes[EngineFlags]
+    engine: Annotated[EngineFlags, tyro.conf.arg(name="")]
     server: tyro.conf.OmitArgPrefixes[ServerConfig]
     metrics: tyro.conf.OmitArgPrefixes[MetricsConfig]
     num_processes: int  # how many to start

@@ -38,7 +38,7 @@ class Memory:
     Takes a checkpoint folder, of which only config.json is read, or the name of a preset. The last line is JSON.
     """
 
-    engine: tyro.conf.OmitArgPrefixes[PlannedEngine]
+    engine: Annotated[PlannedEngine, tyro.conf.arg(name="")]
     platform: Literal["cpu", "gpu"] = "cpu"  # what the numerics `serving` stand for
     preset: Annotated[str | None, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = None  # sizes instead of DIR's
 

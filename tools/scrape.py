@@ -35,6 +35,7 @@ class Page:
     at_s: float  # of time.monotonic()
     values: Mapping[str, float]
     last_ranks: Mapping[int, float]  # steps for which a rank's part came last
+    balancedness: Mapping[str, float]  # of the experts of each model: target, draft
     model: str
     engine: str  # rank of the process in its job
 
@@ -58,6 +59,7 @@ class Row:
     ticket_wait_s: float | None = None
     dispatch_s: float | None = None
     device_step_s: float | None = None
+    balancedness: Mapping[str, float] | None = None  # mean / maximum rank load of the experts of each model
     last_rank: int | None = None  # whose part came last most often
     last_rank_share: float | None = None  # of the steps
 
@@ -91,16 +93,19 @@ def read_page(url: str, timeout_s: float) -> Page:
         raise ScrapeError("not a metrics page") from None
     values: collections.Counter[str] = collections.Counter()
     last_ranks: collections.Counter[int] = collections.Counter()
+    balancedness: dict[str, float] = {}
     for sample in samples:
         if sample.name == "widemesh:ticket_last_rank_total":
             last_ranks[int(sample.labels["rank"])] += sample.value  # type: ignore[assignment]
+        elif sample.name == "widemesh:eplb_balancedness":
+            balancedness[sample.labels["model"]] = sample.value
         elif not sample.name.endswith("_bucket"):
             values[sample.name] += sample.value  # type: ignore[assignment]
     if "vllm:num_requests_running" not in values:
         raise ScrapeError("no engine yet" if not samples else "not an engine's page")
     labels = next(sample.labels for sample in samples if sample.name == "vllm:num_requests_running")
-    return Page(at_s=at_s, values=values, last_ranks=last_ranks, model=labels.get("model_name", ""),
-                engine=labels.get("engine", ""))  # fmt: skip
+    return Page(at_s=at_s, values=values, last_ranks=last_ranks, balancedness=balancedness,
+                model=labels.get("model_name", ""), engine=labels.get("engine", ""))  # fmt: skip
 
 
 def row_of(address: str, page: Page, before: Page | None) -> Row:
@@ -109,7 +114,7 @@ def row_of(address: str, page: Page, before: Page | None) -> Row:
         address=address, model=page.model, engine=page.engine,
         running=round(page.values["vllm:num_requests_running"]),
         waiting=round(page.values.get("vllm:num_requests_waiting", 0)),
-        kv_usage=page.values.get("vllm:kv_cache_usage_perc"),
+        kv_usage=page.values.get("vllm:kv_cache_usage_perc"), balancedness=page.balancedness or None,
     )  # fmt: skip
     if before is None or any(page.values.get(name, 0) < before.values.get(name, 0) for name in _GROWING):
         return now

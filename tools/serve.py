@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from widemesh.tools.settings import parse_with_file
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
+    from widemesh.serving.job import Job
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class EngineFlags(EngineConfig):
 class Serve:
     """Serve a checkpoint folder over gRPC (vllm.grpc.engine.VllmEngine)."""
 
-    engine: tyro.conf.OmitArgPrefixes[EngineFlags]
+    engine: Annotated[EngineFlags, tyro.conf.arg(name="")]  # no prefix, but `eplb.` keeps its own
     server: tyro.conf.OmitArgPrefixes[ServerConfig]
     metrics: tyro.conf.OmitArgPrefixes[MetricsConfig]
     processes: tyro.conf.OmitArgPrefixes[ProcessConfig]
@@ -57,15 +59,15 @@ class Serve:
             if self.metrics.metrics_port is not None:
                 host, port = self.server.host, page.start(self.metrics.metrics_port, self.server.host)
                 _log.info("metrics at http://%s:%d/metrics", host, port)
-            serve(lambda: self._make_engine(page), self.server, on_ready=self._report)
+            serve(functools.partial(self._make_engine, page), self.server, on_ready=self._report)
         finally:
             page.close()
 
-    def _make_engine(self, page: MetricsEndpoint) -> Engine:
+    def _make_engine(self, page: MetricsEndpoint, on_join: Callable[[Job], None]) -> Engine:
         from widemesh.serving.engine import Engine  # imports jax: only once the ports are ours
 
         _log.info("loading %s", self.engine.model)
-        engine = Engine(self.engine, self.processes)
+        engine = Engine(self.engine, self.processes, on_join=on_join)
         page.add(engine.metrics)
         return engine
 

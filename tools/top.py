@@ -21,6 +21,7 @@ from widemesh.tools.scrape import DEFAULT_PORT, Page, Row, ScrapeError, page_url
 _MAX_AT_ONCE = 32  # pages read together
 # Short, so that a line fits a terminal; docs/quickstart-service.md, "Several processes", says what each shows.
 _COLUMNS = ("server", "rank", "run", "wait", "in/s", "out/s", "KV", "hits", "step", "ticket", "disp.", "device", "last")
+_EXPERTS = "even"  # a column of its own, in front of the last one, if a server moves its experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,12 +91,13 @@ class _Watch:
 def table_of(rows: Sequence[Row]) -> Table:
     """A line per server, and one for them all if there are several."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0), caption="times in ms")
-    for name in _COLUMNS:
+    has_experts = any(row.balancedness for row in rows)
+    for name in (*_COLUMNS[:-1], *[_EXPERTS] * has_experts, _COLUMNS[-1]):
         is_text = name == "server"  # gives way where there is no room
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold",
                          min_width=13 if is_text else None)  # fmt: skip
     for row in rows:
-        table.add_row(*_cells(row) if row.error is None else [Text(f"{row.address}\n{row.error}", style="red")])
+        table.add_row(*_cells(row, has_experts=has_experts) if row.error is None else [Text(f"{row.address}\n{row.error}", style="red")])
     answered = [row for row in rows if row.error is None]
     if len(answered) > 1:
         table.add_row(
@@ -106,13 +108,18 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, *, has_experts: bool) -> list[str]:
     last = "-" if row.last_rank is None else f"{row.last_rank} {row.last_rank_share:.0%}"
     return [
         row.address, row.engine or "-", str(row.running), str(row.waiting), _rate(row.prompt_tokens_per_s),
         _rate(row.generated_tokens_per_s), _share(row.kv_usage), _share(row.prefix_hit_rate), _ms(row.step_s),
-        _ms(row.ticket_wait_s), _ms(row.dispatch_s), _ms(row.device_step_s), last,
+        _ms(row.ticket_wait_s), _ms(row.dispatch_s), _ms(row.device_step_s), *[_even(row)] * has_experts, last,
     ]  # fmt: skip
+
+
+def _even(row: Row) -> str:
+    """Balancedness of the experts, the target's before the draft's."""
+    return "/".join(_share(value) for _, value in sorted((row.balancedness or {}).items(), reverse=True)) or "-"
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

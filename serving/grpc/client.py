@@ -49,11 +49,8 @@ class Client:
     """One connection to a server; use it as an async context manager on one event loop."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 50051):
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        if _is_loopback(host):
-            options.append(("grpc.enable_http_proxy", 0))
-        self._channel = grpc.aio.insecure_channel(self._address, options=options)
+        self._address = address_of(host, port)
+        self._channel = grpc.aio.insecure_channel(self._address, options=channel_options(host))
         self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
         self._tokenizer: Tokenizer | None = None
 
@@ -144,14 +141,30 @@ class Client:
             raise self._error(err) from None
 
     def _error(self, err: grpc.aio.AioRpcError) -> ServerError:
-        code, details = err.code(), err.details() or "no reason given"
-        # A server of ours says in its own words why it is not available; the transport's words are for experts.
-        if code is grpc.StatusCode.UNAVAILABLE and any(
-            words in details.lower() for words in ("failed to connect", "dns resolution")
-        ):
-            return ServerError(f"no server answers at {self._address}; start one with `widemesh serve DIR`, or correct "
-                               "--host and --port", code)
-        return ServerError(f"{self._address} answered {code.name}: {details}", code)
+        return server_error(self._address, err.code(), err.details(), "--host and --port")
+
+
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT, as gRPC reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def channel_options(host: str) -> list[tuple[str, int]]:
+    """Messages of any size, and no proxy on the way to this machine."""
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    return [*options, ("grpc.enable_http_proxy", 0)] if _is_loopback(host) else options
+
+
+def server_error(address: str, code: grpc.StatusCode, details: str | None, flags: str) -> ServerError:
+    """What a failed call says; `flags` are those that name the server."""
+    details = details or "no reason given"
+    # A server of ours says in its own words why it is not available; the transport's words are for experts.
+    if code is grpc.StatusCode.UNAVAILABLE and any(
+        words in details.lower() for words in ("failed to connect", "dns resolution")
+    ):
+        remedy = f"start one with `widemesh serve DIR`, or correct {flags}"
+        return ServerError(f"no server answers at {address}; {remedy}", code)
+    return ServerError(f"{address} answered {code.name}: {details}", code)
 
 
 def _read_top(tops: Iterable[pb.TopLogProbs]) -> tuple[dict[int, float], ...]:

@@ -18,8 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from widemesh.model.config import ConfigError
+from widemesh.serving.grpc.experts_servicer import SERVICE_NAME as EXPERTS_NAME
+from widemesh.serving.grpc.experts_servicer import ExpertsService
+from widemesh.serving.grpc.protos.experts_pb2_grpc import add_ExpertsServicer_to_server
 from widemesh.serving.grpc.servicer import SERVICE_NAME, VllmEngineService
-from widemesh.serving.job import LOST_STATUS, JobEnd, exit_after, exit_now
+from widemesh.serving.job import LOST_STATUS, Job, JobEnd, exit_after, exit_now
 
 if TYPE_CHECKING:
     from widemesh.serving.engine import Engine
@@ -60,8 +63,8 @@ class ServerConfig:
 class GrpcServer:
     """A server on the event loop it is made on: `start`, then `set_engine` once the model is loaded, then `stop`.
 
-    It answers from `start` on: health checks say NOT_SERVING for the engine's service, and other calls UNAVAILABLE,
-    until there is an engine. "" in health checks is liveness, the service's name readiness.
+    It answers from `start` on: health checks say NOT_SERVING for the engine's services, and other calls UNAVAILABLE,
+    until there is an engine. "" in health checks is liveness, a service's name readiness.
     """
 
     def __init__(self, config: ServerConfig):
@@ -73,9 +76,10 @@ class GrpcServer:
         self._watch: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(options=_OPTIONS)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._service, self._server)
+        add_ExpertsServicer_to_server(ExpertsService(self._service.ready_engine), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (SERVICE_NAME, EXPERTS_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
 
     async def start(self) -> None:
@@ -88,14 +92,14 @@ class GrpcServer:
         except RuntimeError as err:  # taken between the check and here
             raise ConfigError(_cannot_listen(host, port, str(err))) from None
         await self._set_health("", True)
-        await self._set_health(SERVICE_NAME, False)
+        await self._set_ready(False)
         await self._server.start()
 
     async def set_engine(self, engine: Engine) -> None:
         """Serve this engine, which `stop` closes."""
         self._engine = engine
         self._service.set_engine(engine)
-        await self._set_health(SERVICE_NAME, True)
+        await self._set_ready(True)
         self._watch = asyncio.create_task(self._watch_engine(engine))
 
     async def stop(self) -> None:
@@ -114,7 +118,7 @@ class GrpcServer:
     async def tell_loss(self) -> None:
         """The engine's processes have lost each other: NOT_SERVING, and every open stream gets UNAVAILABLE."""
         await self._set_health("", False)
-        await self._set_health(SERVICE_NAME, False)
+        await self._set_ready(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
                 await self._service.wait_idle()
@@ -125,14 +129,21 @@ class GrpcServer:
             await asyncio.sleep(ALIVE_CHECK_S)
         logger.error("the engine has stopped; requests are refused until the server is restarted")
         await self._set_health("", False)
-        await self._set_health(SERVICE_NAME, False)
+        await self._set_ready(False)
+
+    async def _set_ready(self, is_serving: bool) -> None:
+        for service in (SERVICE_NAME, EXPERTS_NAME):
+            await self._set_health(service, is_serving)
 
     async def _set_health(self, service: str, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus
         await self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
 
 
-def serve(make_engine: Callable[[], Engine], config: ServerConfig, *, on_ready: Callable[[int], None]) -> None:
+MakeEngine = Callable[[Callable[[Job], None]], "Engine"]  # it hands on the job as soon as the processes have met
+
+
+def serve(make_engine: MakeEngine, config: ServerConfig, *, on_ready: Callable[[int], None]) -> None:
     """Listen, make the engine, serve until SIGINT or SIGTERM. Blocks; call it from the main thread.
 
     The port is bound first, so that a taken one is known before a model is loaded. Raises ConfigError for that and
@@ -143,7 +154,7 @@ def serve(make_engine: Callable[[], Engine], config: ServerConfig, *, on_ready: 
     asyncio.run(_serve(make_engine, config, on_ready))
 
 
-async def _serve(make_engine: Callable[[], Engine], config: ServerConfig, on_ready: Callable[[int], None]) -> None:
+async def _serve(make_engine: MakeEngine, config: ServerConfig, on_ready: Callable[[int], None]) -> None:
     server = GrpcServer(config)
     await server.start()
     loop = asyncio.get_running_loop()
@@ -156,13 +167,19 @@ async def _serve(make_engine: Callable[[], Engine], config: ServerConfig, on_rea
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     stopping = asyncio.create_task(signalled.wait())
-    loading = asyncio.ensure_future(_in_daemon_thread(make_engine))
+    jobs: list[Job] = []
+    loading = asyncio.ensure_future(_in_daemon_thread(lambda: make_engine(jobs.append)))
     try:
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             logger.info("stopped while the model was loading")
+            for job in jobs:
+                job.stop()
             await server.stop()
             exit_now(0)
+        end = jobs[0].end if jobs else None
+        if loading.exception() is not None and end is not None and end.is_others:  # what it stumbled over is no news
+            exit_now(LOST_STATUS if end.is_failure else 0)
         engine = await loading
         await server.set_engine(engine)
         ended: asyncio.Future[JobEnd] = loop.create_future()

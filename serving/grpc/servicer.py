@@ -76,7 +76,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     # --- Generate and Abort ---------------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        engine = await self._ready_engine(context)
+        engine = await self.ready_engine(context)
         self._last_receive_unix_s = time.time()
         log = RequestLog(request.request_id)
         self._num_active += 1
@@ -85,7 +85,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             await self._generate(engine, read_request(request), context, log)
         except RequestError as err:
             log.finish = f"refused:{err.status.value}"
-            await _abort(context, grpc.StatusCode[err.status.value], str(err))
+            await abort(context, grpc.StatusCode[err.status.value], str(err))
         except asyncio.CancelledError:
             log.finish = "cancelled"
             raise
@@ -95,12 +95,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 return
             if engine.job.failure:
                 log.finish = "lost"
-                await _abort(context, grpc.StatusCode.UNAVAILABLE, _lost(engine))
+                await abort(context, grpc.StatusCode.UNAVAILABLE, _lost(engine))
             log.finish = "error"
             logger.exception("request %r failed", log.request_id[:128])
             reason = str(err).split("\n", 1)[0][:200]
-            await _abort(context, grpc.StatusCode.INTERNAL,
-                         f"the request failed inside the engine ({type(err).__name__}: {reason}); see the server's log")
+            await abort(context, grpc.StatusCode.INTERNAL,
+                        f"the request failed inside the engine ({type(err).__name__}: {reason}); see the server's log")
         finally:
             self._num_active -= 1
             if self._num_active == 0:
@@ -178,7 +178,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        engine = await self._ready_engine(context)
+        engine = await self.ready_engine(context)
         config, model = engine.config, engine.model_config
         return pb.GetModelInfoResponse(
             model_path=str(config.model),
@@ -199,7 +199,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        engine = await self._ready_engine(context)
+        engine = await self.ready_engine(context)
         return pb.GetServerInfoResponse(
             active_requests=engine.num_running + engine.num_waiting,
             is_paused=False,
@@ -214,12 +214,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        engine = await self._ready_engine(context)
+        engine = await self.ready_engine(context)
         try:
             bundle = await asyncio.to_thread(tokenizer_bundle.pack, engine.config.model)
         except OSError as err:
             logger.exception("the tokenizer files cannot be read")
-            await _abort(context, grpc.StatusCode.INTERNAL, f"the tokenizer files cannot be read ({err.strerror})")
+            await abort(context, grpc.StatusCode.INTERNAL, f"the tokenizer files cannot be read ({err.strerror})")
         for chunk in tokenizer_bundle.cut(bundle):
             await context.write(chunk)
 
@@ -259,10 +259,11 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             return _lost(self._engine) or "the engine has stopped; see the server's log and restart it"
         return ""
 
-    async def _ready_engine(self, context: grpc.aio.ServicerContext) -> Engine:
+    async def ready_engine(self, context: grpc.aio.ServicerContext) -> Engine:
+        """The engine; without one, the call ends here with UNAVAILABLE and the reason."""
         problem = self._problem()
         if problem or self._engine is None:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, problem)
+            await abort(context, grpc.StatusCode.UNAVAILABLE, problem)
         return self._engine
 
 
@@ -272,10 +273,11 @@ def _lost(engine: Engine) -> str:
     return f"this server's group of processes has ended ({reason}); send the request to another one" if reason else ""
 
 
-async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:
+    """End a call with an error that is short enough to travel."""
     await context.abort(code, detail[:MAX_DETAIL_CHARS])
     raise AssertionError("unreachable: abort raises")
 
 
 async def _not_offered(context: grpc.aio.ServicerContext, call: str, reason: str) -> NoReturn:
-    await _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{call} is not supported yet; {reason}")
+    await abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{call} is not supported yet; {reason}")

@@ -29,6 +29,7 @@ class _Kind(enum.IntEnum):
     BEAT = 1
     LEAVE = 2
     FAIL = 3
+    STOP = 4
 
 
 class _Line:
@@ -72,13 +73,15 @@ class Lifeline:
 
     `on_failure(rank, reason)` is called once, on that thread, for the first rank known to be gone, to have been silent
     for `timeout_s`, or to have said `fail`; just before, the ticket is aborted with the same reason, so that a thread
-    in its `sleep` or `wait` comes back. A rank that others gave up hears so itself, with its own number.
+    in its `sleep` or `wait` comes back. A rank that others gave up hears so itself, with its own number. `on_stop` is
+    called instead if the first news of all is that a rank has said `stop`.
     """
 
     def __init__(
-        self, ticket: Ticket, on_failure: Callable[[int, str], None], *, timeout_s: float = 5.0, interval_s: float = 0.5
-    ):
-        self._ticket, self._on_failure = ticket, on_failure
+        self, ticket: Ticket, on_failure: Callable[[int, str], None], *, timeout_s: float = 5.0,
+        interval_s: float = 0.5, on_stop: Callable[[int, str], None] | None = None,
+    ):  # fmt: skip
+        self._ticket, self._on_failure, self._on_stop = ticket, on_failure, on_stop or on_failure
         self._timeout_s, self._interval_s = timeout_s, min(interval_s, timeout_s / 4)
         self._lines = {rank: _Line(sock) for rank, sock in ticket.take_star().items()}
         self._has_left: set[int] = set()
@@ -94,9 +97,14 @@ class Lifeline:
 
         Sent when it returns; `on_failure` is not called here.
         """
-        self._reported.acquire(blocking=False)
-        for line in self._lines.values():
-            line.send(_Kind.FAIL, self._ticket.rank if rank is None else rank, reason)
+        self._tell(_Kind.FAIL, self._ticket.rank if rank is None else rank, reason)
+
+    def stop(self, reason: str) -> None:
+        """Tell all other ranks that this one ends, without their consent but for a good reason. Then `close`.
+
+        Sent when it returns; `on_stop` is not called here.
+        """
+        self._tell(_Kind.STOP, self._ticket.rank, reason)
 
     def close(self) -> None:
         """Leave in good order: no failure to anybody, and none is reported here any more."""
@@ -110,6 +118,11 @@ class Lifeline:
             self._thread.join(_SEND_S)
         for line in self._lines.values():
             line.sock.close()
+
+    def _tell(self, kind: _Kind, rank: int, reason: str) -> None:
+        self._reported.acquire(blocking=False)
+        for line in self._lines.values():
+            line.send(kind, rank, reason)
 
     def _run(self) -> None:
         poll = select.poll()
@@ -147,19 +160,19 @@ class Lifeline:
         for kind, about, text in frames:
             if kind == _Kind.LEAVE:
                 self._has_left.add(rank)
-            elif kind == _Kind.FAIL:
-                self._report(about, text)
+            elif kind in (_Kind.FAIL, _Kind.STOP):
+                self._report(about, text, _Kind(kind))
         if is_closed and rank not in self._has_left:
             self._has_left.add(rank)
             self._report(rank, f"rank {rank} is gone: its connection was closed")
         return is_closed
 
-    def _report(self, rank: int, reason: str) -> None:
+    def _report(self, rank: int, reason: str, kind: _Kind = _Kind.FAIL) -> None:
         """Tell the other ranks, which only rank 0 can, and then this one's owner, once."""
         if self._ticket.rank == 0:
             for line in self._lines.values():
-                line.send(_Kind.FAIL, rank, reason)
+                line.send(kind, rank, reason)
         if self._reported.acquire(blocking=False):
-            _log.error("%s", reason)
+            _log.log(logging.ERROR if kind == _Kind.FAIL else logging.WARNING, "%s", reason)
             self._ticket.abort(reason, rank)
-            self._on_failure(rank, reason)
+            (self._on_failure if kind == _Kind.FAIL else self._on_stop)(rank, reason)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import select
+import selectors
 import socket
 import struct
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from widemesh.sharding.ticket.addresses import family_of
 from widemesh.sharding.ticket.errors import TicketError, TicketTimeout
@@ -77,19 +78,39 @@ class Door:
             listener.close()
 
     def _accept(self, missing: set[int], found: dict[int, socket.socket], job: int, deadline_s: float) -> None:
-        while missing:
-            ready, _, _ = select.select(self._listeners, [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready:
-                raise TicketTimeout(f"ranks {sorted(missing)} did not connect in time", min(missing))
-            for listener in ready:
-                caller, _ = listener.accept()
-                caller.settimeout(max(0.01, deadline_s - time.monotonic()))
-                rank = _read_card(caller, job)
-                if rank not in missing:  # of another job, or no rank at all
-                    caller.close()
-                    continue
-                missing.remove(rank)
-                found[rank] = no_delay(caller)
+        """Until nobody is missing. Cards are read as they come: a stranger who says nothing holds nobody up."""
+        cards: dict[socket.socket, bytes] = {}
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(lambda: [caller.close() for caller in cards])
+            for listener in self._listeners:
+                listener.setblocking(False)
+                selector.register(listener, selectors.EVENT_READ)
+            while missing:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TicketTimeout(f"ranks {sorted(missing)} did not connect in time", min(missing))
+                for key, _ in selector.select(left_s):
+                    sock = cast(socket.socket, key.fileobj)
+                    if sock not in cards:
+                        with contextlib.suppress(OSError):  # who has hung up already
+                            caller, _ = sock.accept()
+                            caller.setblocking(False)
+                            cards[caller] = b""
+                            selector.register(caller, selectors.EVENT_READ)
+                        continue
+                    more = _receive(sock, _CALLING_CARD.size - len(cards[sock]))
+                    cards[sock] += more
+                    if more and len(cards[sock]) < _CALLING_CARD.size:
+                        continue
+                    selector.unregister(sock)
+                    rank = _rank_on(cards.pop(sock), job)
+                    if rank not in missing:  # of another job, or no rank at all
+                        sock.close()
+                        continue
+                    missing.remove(rank)
+                    sock.setblocking(True)
+                    found[rank] = no_delay(sock)
 
 
 def no_delay(sock: socket.socket) -> socket.socket:
@@ -113,14 +134,14 @@ def _dial(mine: Place, place: Place, rank: int, deadline_s: float) -> socket.soc
         raise TicketError(f"rank {rank} cannot be reached at {place.host}:{place.port} ({err})", rank) from None
 
 
-def _read_card(caller: socket.socket, job: int) -> int:
-    card = b""
-    with contextlib.suppress(OSError):
-        while len(card) < _CALLING_CARD.size:
-            more = caller.recv(_CALLING_CARD.size - len(card))
-            if not more:
-                break
-            card += more
+def _receive(caller: socket.socket, most: int) -> bytes:
+    try:
+        return caller.recv(most)
+    except OSError:
+        return b""
+
+
+def _rank_on(card: bytes, job: int) -> int:
     if len(card) < _CALLING_CARD.size:
         return -1
     magic, its_job, rank = _CALLING_CARD.unpack(card)

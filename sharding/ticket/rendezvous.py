@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -27,6 +28,7 @@ _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 1 << 20
 _RETRY_S = 0.05
 _REFUSAL_S = 2.0  # after a refusal, rank 0 waits this long for ranks that have not come yet, to tell them too
+_log = logging.getLogger(__name__)
 _ERRORS = {cls.__name__: cls for cls in (TicketError, TicketTimeout, TicketMismatch)}
 
 
@@ -117,6 +119,15 @@ class _Hall:
             self.refusal = TicketError(problem, rank if isinstance(rank, int) else None)
             self.refused_since_s = time.monotonic()
 
+    def unseat(self, sock: socket.socket) -> None:
+        """A caller is gone; another process may have its rank. Those who were refused keep their count."""
+        for rank, seated in self._sockets.items():
+            if seated is sock:
+                _log.warning("rank %d has gone while others are waited for; it may come again", rank)
+                del self._sockets[rank], self._hellos[rank]
+                sock.close()
+                return
+
     def _problem(self, rank: Any, hello: dict[str, Any]) -> str | None:
         """Why a caller cannot be seated."""
         protocol, size = hello.get("protocol"), hello.get("size")
@@ -161,7 +172,10 @@ class _Hall:
 def _callers(
     listener: socket.socket, deadline_s: float, hall: _Hall
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-    """Everybody who comes and says hello, until all have come or it is time. Others are hung up on."""
+    """Everybody who comes and says hello, until all have come or it is time. Others are hung up on.
+
+    Who has said hello waits for the answer and has no more to say: a connection that can be read has been closed.
+    """
     unheard: dict[socket.socket, bytearray] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -179,13 +193,18 @@ def _callers(
                         selector.register(sock, selectors.EVENT_READ)
                         continue
                     sock = key.fileobj  # type: ignore[assignment]
+                    if sock not in unheard:
+                        selector.unregister(sock)
+                        hall.unseat(sock)
+                        continue
                     heard = unheard[sock]
                     more = _receive(sock)
                     heard += more
                     whole, hello = _parse(heard)
                     if whole or not more:
-                        selector.unregister(sock)
                         del unheard[sock]
+                        if hello is None:
+                            selector.unregister(sock)
                     if hello is not None:
                         sock.settimeout(max(0.1, deadline_s - time.monotonic()))
                         yield no_delay(sock), hello

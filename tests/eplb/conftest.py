@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from widemesh.eplb import ExpertLayout, initial_placement, plan_placement
+from widemesh.model.config import ConfigError
 
 
 class Draws:
@@ -21,10 +27,14 @@ class Draws:
             nodes = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
             groups = nodes * draw(st.integers(1, 2))
             experts = groups * draw(st.integers(1, 6))
-        layout = ExpertLayout(
-            num_layers=draw(st.integers(1, 3)), num_experts=experts, ranks=ranks, num_groups=groups, num_nodes=nodes,
-            max_copies_per_expert=draw(st.sampled_from([2, 3, 8])),
-        )  # fmt: skip
+        try:
+            layout = ExpertLayout(
+                num_layers=draw(st.integers(1, 3)), num_experts=experts, ranks=ranks, num_groups=groups,
+                num_redundant_experts=-experts % ranks, max_copies_per_expert=draw(st.sampled_from([2, 3, 8])),
+                num_nodes=nodes,
+            )  # fmt: skip
+        except ConfigError:  # too few experts, with so many copies, for so many ranks
+            reject()
         redundant = draw(st.sampled_from(layout.legal_redundant_experts()[:8]))
         return dataclasses.replace(layout, num_redundant_experts=redundant)
 
@@ -48,3 +58,13 @@ class Draws:
 @pytest.fixture(scope="session")
 def draws() -> Draws:
     return Draws()
+
+
+@pytest.fixture(scope="session")
+def simulation() -> ModuleType:
+    """The module beside this file; tests are imported without a path of their own."""
+    spec = importlib.util.spec_from_file_location("widemesh_test_eplb", Path(__file__).parent / "simulation.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module

@@ -104,13 +104,6 @@ def test_two_copies_of_a_hot_expert_never_share_a_rank():
     assert ((owner[0] == 0).sum(1) == 1).all()
 
 
-def test_experts_that_ranks_do_not_divide_leave_slots_empty():
-    layout = ExpertLayout(num_layers=1, num_experts=9, ranks=4)
-    owner = plan_placement(np.array([[9, 1, 1, 1, 1, 1, 1, 1, 8]]), layout)
-    assert sorted(owner[0].tolist()) == [-1, -1, -1, *range(9)]
-    assert busiest_rank(np.array([[9, 1, 1, 1, 1, 1, 1, 1, 8]]), owner, 4).tolist() == [9]
-
-
 @pytest.mark.parametrize(("load", "words"), [
     (np.ones((3, 12)), r"shape \(3, 12\); it must be \(2, 12\)"),
     (np.full((2, 12), -1), "finite and not negative"),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from widemesh.eplb import EplbConfig, LoadWindow
+from widemesh.eplb.window import FIRST_ROW, NEXT_ROW, NOT_RECORDED
 
 SMALL = EplbConfig(window_size=4, step_interval=12)
 
@@ -117,8 +118,8 @@ def test_a_plan_can_be_asked_for():
         window.bring_forward(5)
 
 
-def test_pausing_stops_recording_but_not_the_log():
-    window = LoadWindow(EplbConfig(window_size=4, step_interval=12, log_balancedness=True, log_balancedness_interval=3))
+def test_pausing_stops_recording_but_not_the_measuring():
+    window = LoadWindow(EplbConfig(window_size=4, step_interval=12, log_balancedness_interval=3))
     _run(window, 2)
     window.pause()
     records = _run(window, 30)
@@ -126,3 +127,14 @@ def test_pausing_stops_recording_but_not_the_log():
     assert sum(record.is_log_due for record in records) == 10
     window.resume()
     assert [record.window_rows for record in _run(window, 3)] == [0, 0, 3]
+
+
+def test_the_first_row_of_a_window_begins_the_ring_anew():
+    window = LoadWindow(SMALL)
+    codes = [record.code for record in _run(window, 12)]
+    assert codes == [FIRST_ROW, *[NEXT_ROW] * 2, *[NOT_RECORDED] * 8, FIRST_ROW]
+
+
+def test_balancedness_is_measured_every_hundred_steps():
+    window = LoadWindow(EplbConfig())
+    assert [i for i, record in enumerate(_run(window, 300), 1) if record.is_log_due] == [100, 200, 300]

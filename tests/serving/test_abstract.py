@@ -7,7 +7,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.engram_device_hash import EngramDeviceHash
@@ -75,12 +74,3 @@ def test_decode_step_of_the_released_model_traces():
     shapes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     assert shapes(tuple(donated)) == shapes(arguments[1:5])
     assert sampled.packed.shape == (512, 3)
-
-
-def test_experts_have_room_on_every_rank():
-    """4 experts over 3 ranks: two slots each."""
-    programs = programs_of(PRESETS["tiny-structure"], 64, ranks=3)
-    parameters = AbstractArguments(programs=programs, slots=1, pages=2, page_size=4).parameters()
-    slots = {variable.get_value().codes.shape[0] for path, variable in nnx.to_flat_state(parameters)
-             if variable.stored == "fp4"}  # fmt: skip
-    assert slots == {6}

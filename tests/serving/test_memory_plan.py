@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from widemesh.eplb import EplbConfig, build_maps, initial_placement
+from widemesh.eplb.window import NEXT_ROW
 from widemesh.model.cache import init_cache, page_layout
 from widemesh.model.config import ConfigError
 from widemesh.model.loading import place_parameters, read_parameters, split_model
@@ -17,8 +20,9 @@ from widemesh.model.numerics import numerics_named
 from widemesh.model.presets import FLASH, PRESETS
 from widemesh.model.random_weights import random_tensors
 from widemesh.model.rope import RopeTables
-from widemesh.model.step import Rows, StepContext, StepSettings, selection_form
+from widemesh.model.step import ReplicaMaps, Rows, StepContext, StepSettings, selection_form
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.expert_load import ExpertLoad, LoadRecorder
 from widemesh.serving.memory_plan import MeshMemory, format_bytes, plan_memory, rank_cache
 from widemesh.serving.sampling import init_tally
 from widemesh.sharding import make_mesh
@@ -80,11 +84,11 @@ def test_state_is_what_a_built_cache_holds(preset, numerics):
     assert parts(plan.decode)["penalty tallies"] == nbytes(init_tally(3, model.vocab_size))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_and_tables_are_what_a_rank_gets(ranks):
-    model = PRESETS["tiny-structure"]  # 4 experts: over 3 ranks each has room for 2
+    model = PRESETS["tiny-structure"]  # 4 experts
     plan = plan_memory(model, EngineConfig(max_model_len=100, prefill_devices=ranks, decode_devices=1))
-    slots = -(-model.n_routed_experts // ranks)
+    slots = model.n_routed_experts // ranks
     shapes = expert_shapes(model)
     owner = np.arange(slots, dtype=np.int32)  # what one rank holds
     state = place_parameters(read_parameters(model, shapes.__getitem__, owner), make_mesh(jax.devices()[:1]))
@@ -143,6 +147,28 @@ def test_the_longest_released_prompt_is_planned_without_allocating():
     assert parts(plan.prefill)["index scores"] == 128 * (1048576 + 64) * 4
 
 
+@pytest.mark.parametrize("redundant", [0, 8, 32])
+def test_what_moving_experts_takes(redundant):
+    """A layer's rows of a rank twice, 16 + redundant slots of every layer of a float32 model of 8 ranks, and the ring."""
+    model, ranks = PRESETS["tiny-mesh"], 8
+    slots, row_bytes = (16 + redundant) // ranks, 3 * model.hidden_size * model.moe_intermediate_size * 4
+    eplb = EplbConfig(num_redundant_experts=redundant, window_size=50)
+    with_it = EngineConfig(decode_devices=ranks, enable_eplb=True, eplb=eplb)
+    without = dataclasses.replace(with_it, enable_eplb=False, eplb=EplbConfig())
+    found, before = (plan_memory(model, config) for config in (with_it, without))
+    assert found.prefill == before.prefill
+    on, off = parts(found.decode), parts(before.decode)
+    layers, copies = model.num_hidden_layers, min(redundant + 1, 8)
+    assert model.n_routed_experts == 16
+    assert {name: on[name] - off.get(name, 0) for name in on if on[name] != off.get(name)} == {
+        "expert staging": slots * (row_bytes + 4), "expert commit": slots * row_bytes,
+        "expert load": layers * (51 * slots - 2 * 2) * 4,  # the ring and the newest step; one row is always there
+    } | ({
+        "parameters": layers * (slots - 2) * row_bytes, "expert maps": layers * 16 * (copies - 1) * 4,
+    } if redundant else {})  # fmt: skip
+    assert on.keys() - off.keys() == {"expert staging", "expert commit"}
+
+
 @pytest.mark.parametrize(("rows", "slots"), [(256, 1), (1, 8)])
 def test_the_compiler_needs_about_what_the_plan_says_of_a_step(rows, slots):
     """A model of three layers, so that it compiles in seconds; 2000 tokens."""
@@ -158,16 +184,23 @@ def test_the_compiler_needs_about_what_the_plan_says_of_a_step(rows, slots):
     numerics, positions = numerics_named(config.numerics), sizes.pages_per_slot * config.page_size
     settings = StepSettings(numerics=numerics, selection=selection_form(rows, numerics), start_bound=positions - 1)
 
-    def step(parameters, cache, batch, rope):
-        context, transformer = StepContext(batch, rope, settings), nnx.merge(graph, parameters)
+    def step(parameters, cache, load, batch, rope, replicas):
+        recorder, transformer = LoadRecorder(), nnx.merge(graph, parameters)
+        context = StepContext(batch, rope, settings, recorder, replicas=replicas)
         hidden, cache = transformer(cache, context)
-        return transformer.logits(hidden, context), cache
+        load = None if load is None else load.after(recorder.load(), jnp.int32(NEXT_ROW))
+        return transformer.logits(hidden, context), cache, load
+
+    layout = config.expert_layout(model)
+    maps = build_maps(initial_placement(layout), layout.num_experts, layout.max_copies)
+    replicas = ReplicaMaps(maps.expert_slots, maps.copies)
+    load = ExpertLoad.zeros(1, config.load_window, layout.num_layers, layout.num_slots) if rows == 1 else None
 
     rope = RopeTables.build(model, positions)
     one, many = np.zeros(slots, np.int32), np.zeros((slots, rows), np.int32)
     batch = Rows.of(many, one, one, np.zeros((slots, rows, 0, model.num_engram_columns), np.int32))
-    program = jax.jit(step, donate_argnums=1, keep_unused=True)
-    used = program.lower(state, cache, batch, rope).compile().memory_analysis()
+    program = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
+    used = program.lower(state, cache, load, batch, rope, replicas).compile().memory_analysis()
     kept = mesh.kind_bytes("parameters") + mesh.kind_bytes("state") - parts(mesh).get("penalty tallies", 0)
     assert kept == used.argument_size_in_bytes - nbytes(batch)
     assert 0.5 < used.temp_size_in_bytes / mesh.kind_bytes("step") < 1.3
@@ -187,6 +220,14 @@ def test_totals_are_sums_of_the_parts():
     ("settings", "sentence"),
     [
         ({"page_size": 3}, "page_size=3 must hold whole groups of every compress ratio; use a multiple of 2"),
+        ({"prefill_devices": 3}, "prefill_devices=3 must divide the model's n_routed_experts=16; use prefill_devices=2 "
+         "or 4"),
+        ({"prefill_devices": 6, "tensor_parallel_size": 2}, "prefill_devices=6 / tensor_parallel_size=2 must divide "
+         "the model's n_routed_experts=16; use prefill_devices=4 or 8"),
+        ({"decode_devices": 32, "max_num_seqs": 32}, "decode_devices=32 must divide the model's n_routed_experts=16; "
+         "use decode_devices=16$"),
+        ({"decode_devices": 32, "max_num_seqs": 32, "enable_eplb": True}, "num_redundant_experts=0 does not suit "
+         "num_experts=16 on 32 ranks with at most 8 copies of each; use 16, 48, 80 or 112$"),
         ({"max_model_len": 5000}, "max_model_len=5000 exceeds the model's max_position_embeddings=4096; use at most"),
     ],
 )

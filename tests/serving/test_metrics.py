@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from widemesh.eplb.reshuffle_status import ReshuffleListener
 from widemesh.serving import Engine, FinishReason, SamplingParams
 from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.metrics import EngineMetrics, PageCounts, RequestTrace
@@ -84,6 +85,12 @@ def test_names_and_types(metrics: EngineMetrics) -> None:
         "widemesh:ticket_last_rank": "counter",
         "widemesh:pages": "gauge",
         "widemesh:exchange_bytes": "counter",
+        "widemesh:eplb_balancedness": "gauge",
+        "widemesh:eplb_feasible_balancedness": "gauge",
+        "widemesh:eplb_disabled": "gauge",
+        "widemesh:eplb_rebalances": "counter",
+        "widemesh:eplb_migrated_bytes": "counter",
+        "widemesh:eplb_layer_commit_seconds": "histogram",
         "widemesh:compiles_after_warm_up": "counter",
     }
 
@@ -147,6 +154,33 @@ def test_a_request_that_never_started_has_no_phases(metrics: EngineMetrics) -> N
                  "widemesh:step_time_seconds"):  # fmt: skip
         assert page.histogram(name) == (0, 0.0)
     assert page.value("vllm:prompt_tokens_total") == 0
+
+
+def test_moving_experts(metrics: EngineMetrics) -> None:
+    """Figures of each model that has reported; an engine that moves none has no sample."""
+    listener: ReshuffleListener = metrics
+    assert "eplb" not in " ".join(name for name, _ in Page(metrics).samples)
+    listener.balancedness("target", 0.35, 0.99)
+    listener.balancedness("target", 0.94, None)
+    listener.balancedness("draft", 0.5, None)
+    for result, rows in (("skipped", 0), ("committed", 7), ("abandoned", 2), ("committed", 1)):
+        listener.rebalanced("target", result, rows, rows * 100)
+    for seconds in (0.004, 0.3):
+        listener.layer_committed("target", seconds)
+    listener.disabled("draft", True)
+    page = Page(metrics)
+    assert page.value("widemesh:eplb_balancedness", model="target") == 0.94
+    assert page.value("widemesh:eplb_feasible_balancedness", model="target") == 0.99
+    assert page.value("widemesh:eplb_balancedness", model="draft") == 0.5
+    assert 'feasible_balancedness{engine="0",model="draft"' not in page.text
+    found = [page.value("widemesh:eplb_rebalances_total", model="target", result=result)
+             for result in ("committed", "skipped", "abandoned")]  # fmt: skip
+    assert found == [2, 1, 1]
+    assert page.value("widemesh:eplb_rebalances_total", model="draft", result="committed") == 0
+    assert page.value("widemesh:eplb_migrated_bytes_total", model="target") == 1000
+    assert page.value("widemesh:eplb_layer_commit_seconds_sum", model="target") == pytest.approx(0.304)
+    assert page.value("widemesh:eplb_layer_commit_seconds_bucket", model="target", le="0.005") == 1
+    assert [page.value("widemesh:eplb_disabled", model=model) for model in ("target", "draft")] == [0, 1]
 
 
 def test_pages_and_prefix_cache(metrics: EngineMetrics) -> None:

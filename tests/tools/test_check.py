@@ -24,6 +24,11 @@ from widemesh.tools.cli import main
         (["--preset", "flash", "--slots", "13"], "slots=13 must be a multiple of devices=8; use 16"),
         (["--preset", "flash", "--pages", "-5"], "pages=-5 must be at least 2"),
         (["--preset", "flash", "tiny"], "give either a folder DIR with a config.json, or --preset NAME, and not both"),
+        (["--preset", "flash", "--redundant-experts", "30"], "num_redundant_experts=30 does not suit num_experts=384 "
+         "on 8 ranks with at most 8 copies of each; use 0, 8, 16, 24, 32, ... or 2688"),
+        (["--preset", "flash", "--devices", "7"], "decode_devices=7 must divide the model's n_routed_experts=384; use "
+         "decode_devices=6 or 8"),
+        (["--preset", "flash", "--redundant-experts", "8", "--role", "prefill"], "redundant_experts=8 goes with role="),
         (["--preset", "flash", "--page-size", "7"], "page_size=7 must hold whole groups of every compress ratio"),
     ],
 )  # fmt: skip
@@ -36,6 +41,8 @@ def test_the_engine_that_is_checked():
     config = Check(preset="flash", devices=4, chunk_rows=512, pages=77, role="prefill").engine_config()
     assert (config.numerics, config.max_num_seqs, config.chunk_rows) == ("serving", 256, 512)
     assert (config.num_prefill_pages, config.num_pages, config.decode_devices) == (77, None, 4)
+    assert not config.enable_eplb and Check(preset="flash", redundant_experts=0).engine_config().enable_eplb
+    assert Check(preset="flash", redundant_experts=16).engine_config().expert_layout(FLASH).num_slots == 400
 
 
 def compiled(*, argument_bytes: int = 100, spill_bytes: int = 0, ops: tuple[str, ...] = OPS) -> Compiled:
@@ -78,6 +85,12 @@ def test_a_program_that_is_right():
 )  # fmt: skip
 def test_what_makes_it_fail(found, reason):
     assert len(found.reasons()) == 1 and found.reasons()[0].startswith(reason)
+
+
+def test_staging_rows_count_beside_the_programs():
+    found = dataclasses.replace(check(decode=compiled(argument_bytes=149 * 10**9)), staging_bytes=10**9)
+    assert found.total_bytes == 150 * 10**9 + 15 and not found.fits
+    assert found.to_json()["staging_bytes"] == 10**9 and len(found.reasons()) == 1
 
 
 def test_nothing_that_compiles_does_not_fit():

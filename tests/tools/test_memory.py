@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from widemesh.eplb import EplbConfig
 from widemesh.model.presets import FLASH, PRESETS
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.memory_plan import plan_memory
@@ -64,16 +65,27 @@ def test_a_folder_with_config_json_alone_and_every_setting(tmp_path, shown):
         (["--preset", "huge"], "preset='huge' is unknown; use one of flash, "),
         (["/no/such"], "/no/such/config.json does not exist; give a checkpoint folder that holds config.json"),
         (["--preset", "flash", "--page-size", "3"], "page_size=3 must hold whole groups of every compress ratio; "),
+        (["--preset", "flash", "--eplb.window-size", "30000"], "window_size=30000 must be at most step_interval=3000;"),
+        (["--preset", "flash", "--enable-eplb", "--eplb.num-redundant-experts", "30"], "num_redundant_experts=30 does"),
+        (["--preset", "flash", "--expert-placement", "/no/such"], "expert_placement=/no/such cannot be read (No such "),
         (["--preset", "flash", "--numerics", "fp9"], "numerics='fp9' is unknown; use one of plain, "),
         (["--preset", "flash", "--slots", "3"], "max_num_seqs=3 must be a multiple of decode_devices=4; use 4"),
         (["--preset", "flash", "--pages", "1"], "decode_pages=1 must be at least 2"),
         (["--preset", "flash", "--max-model-len", "9999999"], "max_model_len=9999999 exceeds the model's "),
+        (["--preset", "flash", "--prefill-devices", "5"], "prefill_devices=5 must divide the model's "
+         "n_routed_experts=384; use prefill_devices=4 or 6"),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_2(args, sentence, capsys):
     assert main(["memory", *args]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"widemesh: {sentence}") and err.count("\n") == 1
+
+
+def test_moving_experts(shown):
+    table, numbers = shown("--preset", "flash", "--enable-eplb", "--eplb.num-redundant-experts", 32)
+    config = EngineConfig(enable_eplb=True, eplb=EplbConfig(num_redundant_experts=32))
+    assert numbers == plan_memory(FLASH, config).to_json() and "expert staging" in table and "expert commit" in table
 
 
 def test_a_slot_count_that_is_no_number(capsys):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from widemesh.eplb import EplbConfig
 from widemesh.model.config import ConfigError
 from widemesh.tools.generate import Generate
+from widemesh.tools.launch import Launch
 from widemesh.tools.serve import Serve
 from widemesh.tools.settings import as_flags
 
@@ -42,6 +44,60 @@ def test_generate_reads_engine_settings(tmp_path):
     assert generate.sampling.seed == 9
 
 
+GROUP = """\
+model: /here
+enable_eplb: true
+eplb:
+  num-redundant-experts: 32
+  log_balancedness: true
+  window_size: 5
+"""
+
+
+def test_a_group_of_settings_is_a_mapping_in_a_file(tmp_path):
+    engine = parse(tmp_path, GROUP, "--eplb.window-size", "7", "--eplb.no-log-balancedness").engine
+    assert engine.enable_eplb and engine.eplb == EplbConfig(num_redundant_experts=32, window_size=7)
+    assert parse(tmp_path, "eplb:\n", "/there").engine.eplb == EplbConfig()
+
+
+@pytest.mark.parametrize("flag", [["--eplb-config", "{JSON}"], ["--eplb_config={JSON}"]])
+def test_a_group_as_json_wins_over_the_file_and_loses_to_flags(tmp_path, flag):
+    text = '{"window_size": 9, "step-interval": 99, "max_swaps": 3}'
+    args = [part.replace("{JSON}", text) for part in flag]
+    engine = parse(tmp_path, GROUP, *args, "--eplb.max-swaps", "4").engine
+    assert engine.eplb == EplbConfig(num_redundant_experts=32, log_balancedness=True, window_size=9, step_interval=99,
+                                     max_swaps=4)  # fmt: skip
+
+
+def test_groups_of_other_commands(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text(GROUP)
+    args = ["--file", "a", "--out", "b", f"--config={path}", "--engine.eplb.window-size", "8"]
+    generate = Generate.parse("widemesh generate", [*args, "--engine.eplb-config", '{"max_swaps": 3}'])
+    wanted = EplbConfig(num_redundant_experts=32, log_balancedness=True, window_size=8, max_swaps=3)
+    assert generate.engine.eplb == wanted and generate.engine.enable_eplb
+    given = ["--config", str(path), "--eplb.max-swaps", "3", "--eplb.window-size", "8"]
+    launch = Launch.parse("widemesh launch", [*given, "--num-processes", "2"])
+    assert launch.engine.eplb == wanted and launch.handed_on == tuple(given)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--eplb-config", '{"use_async": true}'], "--eplb-config: use_async is no setting; known are "),
+        (["--eplb-config", "{"], "--eplb-config='{' is not JSON (Expecting property name"),
+        (["--eplb-config"], "--eplb-config='' is not JSON"),
+        (["--eplb-config=3"], '--eplb-config=\'3\' must be an object; write {"name": value, ...}'),
+        (["--eplb.window-size", "4000"], "window_size=4000 must be at most step_interval=3000; use 1 to 3000"),
+        (["--eplb.num-redundant-experts", "4"], "num_redundant_experts=4 needs enable_eplb; set it, or use 0"),
+    ],
+)
+def test_mistakes_in_a_group_are_named(args, words):
+    with pytest.raises(ConfigError) as caught:
+        Serve.parse("widemesh serve", ["/there", *args])
+    assert str(caught.value).startswith(words)
+
+
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [
@@ -49,6 +105,10 @@ def test_generate_reads_engine_settings(tmp_path):
         ("[1, 2]", "must hold settings, not list"),
         ("a: [", "is not valid YAML"),
         ("port: {a: 1}", "port must be one value or a list of values"),
+        ("eplb: {frob: 1, window-size: 2}", "eplb.frob is no setting; known are "),
+        ("eplb: {window_size: {a: 1}}", "eplb.window_size must be one value or a list of values"),
+        ("eplb: 3", "eplb must hold settings, not int; write lines of `name: value` below it"),
+        ("eplb: {window_size: 4000}", "window_size=4000 must be at most step_interval=3000"),
         ("port: 70000", "port=70000 must be between"),
     ],
 )

@@ -45,6 +45,8 @@ class Server:
         while not self._stop.wait(0.01):
             steps += 1
             self._metrics.agreed(0.0005, 0 if steps % 4 == 0 else 1)
+            self._metrics.balancedness("draft", 0.5, None)
+            self._metrics.balancedness("target", 0.94, 0.99)
             self._metrics.dispatched(0.0002)
             self._metrics.device_step(0.009)
             self._metrics.generated(8)
@@ -80,10 +82,12 @@ def test_once_prints_a_table_and_json(servers: list[Server], capsys: pytest.Capt
         assert row["generated_tokens_per_s"] == pytest.approx(8 * row["steps_per_s"], rel=0.5)
         assert row["step_s"] == pytest.approx(0.01) and row["ticket_wait_s"] == pytest.approx(0.0005)
         assert row["dispatch_s"] == pytest.approx(0.0002) and row["device_step_s"] == pytest.approx(0.009)
+        assert row["balancedness"] == {"draft": 0.5, "target": 0.94}
         assert row["last_rank"] == 1 and 0.5 < row["last_rank_share"] <= 1
     assert absent == dict.fromkeys(absent) | {"address": "127.0.0.1:1", "error": absent["error"]}
     lines = "\n".join(table)
-    for words in (*addresses, "10.0", "0.50", "0.20", "9.00", "25%", "all 2", "no answer (Connection refused)"):
+    for words in (*addresses, "10.0", "0.50", "0.20", "9.00", "25%", "94%/50%", "all 2",
+                  "no answer (Connection refused)"):  # fmt: skip
         assert words in lines, lines
 
 
@@ -93,7 +97,7 @@ def test_a_table_of_nothing_known() -> None:
     rows = [idle, Row(address="b:1", error="no")]
     console.print(table_of(rows))
     text = console.export_text()
-    assert "a:1" in text and "b:1" in text and "all" not in text
+    assert "a:1" in text and "b:1" in text and "all" not in text and "even" not in text
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def test_reflection_lists_the_services_and_describes_generate(make_engine, servi
             return await asyncio.to_thread(look, served.server.port)
 
     services, generate = asyncio.run(main())
-    assert services == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert services == {SERVICE, "widemesh.v1.Experts", "grpc.health.v1.Health",
+                        "grpc.reflection.v1alpha.ServerReflection"}  # fmt: skip
     assert [field.name for field in generate.input_type.fields][:2] == ["request_id", "tokenized"]
 
 
@@ -158,7 +159,7 @@ from fake_engine import FakeEngine
 from widemesh.serving.grpc import server
 from widemesh.serving.grpc.server import ServerConfig, serve
 
-def make_engine():
+def make_engine(on_join):
     print("loading", flush=True)
     time.sleep({load_s})
     engine = FakeEngine({folder!r}, delay_s=0.01)

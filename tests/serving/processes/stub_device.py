@@ -81,7 +81,7 @@ class StubDevice:
     def set_tally(self, row: Any) -> None:
         self._note("tally", row is not None)
 
-    def decode_step(self, rows: Any, pages: Any, sampling: Any, mask: Any) -> Any:
+    def decode_step(self, rows: Any, pages: Any, sampling: Any, mask: Any, record: int = 0) -> Any:
         self._note("decode", rows is not None)
         runs = np.zeros(self.config.max_num_seqs, np.int32) if rows is None else rows.copy()
         runs[self._position >= self._last] = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from widemesh.eplb import EplbConfig
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.config import ConfigError
 from widemesh.serving.agreement import step_schema
@@ -60,6 +61,23 @@ def test_another_setting(config: EngineConfig, field: str, value: object, new_po
     for said in meet(new_port(), {"digests": digests(config)}, {"digests": digests(other)}):
         assert f"{field}={getattr(config, field)}" in said.replace("'", "")
         assert f"{field}={value}" in said.replace("'", "")
+
+
+def test_another_setting_of_the_reshuffler(config: EngineConfig, new_port) -> None:
+    mine, other = (dataclasses.replace(config, enable_eplb=True, eplb=EplbConfig(window_size=size)) for size in (5, 6))
+    assert {name for name, value in digests(mine).items() if digests(other)[name] != value} == {"eplb.window_size"}
+    for said in meet(new_port(), {"digests": digests(mine)}, {"digests": digests(other)}):
+        assert "eplb.window_size=5" in said.replace("'", "") and "eplb.window_size=6" in said.replace("'", "")
+
+
+def test_a_placement_counts_by_what_it_holds(config: EngineConfig, tmp_path: Path) -> None:
+    for name, content in (("a", "one"), ("b", "one"), ("c", "another")):
+        (tmp_path / name).write_text(content)
+    first, same, other = (digests(dataclasses.replace(config, expert_placement=str(tmp_path / name)))
+                          for name in "abc")  # fmt: skip
+    assert first == same
+    assert {name for name in first if first[name] != other[name]} == {"expert_placement"}
+    assert first["expert_placement"] != digests(config)["expert_placement"] == "None"
 
 
 def test_other_weights_of_the_same_shapes(config: EngineConfig, write_model, tmp_path: Path, new_port) -> None:

@@ -154,6 +154,36 @@ def join(rank: int, size: int, address: str, said: list[dict[str, Any]], delays_
     return {"error": None}
 
 
+def join_again(rank: int, size: int, address: str, comes_back: bool) -> dict[str, Any]:
+    """Rank 1 is killed when it has come, as a process of its own, and may be started again; the last comes after."""
+    if rank != 1:
+        return join(rank, size, address, [{"join_timeout_s": 2.0}] * size, [0.0, 0.0, 1.2])
+    first = os.fork()
+    if first == 0:
+        join(1, size, address, [{}] * size, [0.0] * size)
+        os._exit(1)
+    time.sleep(0.6)
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    return join(1, size, address, [{}] * size, [0.0] * size) if comes_back else {"error": None}
+
+
+def join_with_strangers_at_the_door(rank: int, size: int, address: str) -> dict[str, Any]:
+    """Before any peer, some connect to each rank's own port and say nothing, nonsense, or half of what a peer says."""
+    connect, strangers = links.Door.connect, []
+
+    def after_strangers(door: links.Door, *args: Any) -> Any:
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0", b""):
+            strangers.append(socket.create_connection(("127.0.0.1", door.place("").port)))
+            strangers[-1].sendall(words)
+        strangers.pop().close()
+        return connect(door, *args)
+
+    links.Door.connect = after_strangers  # type: ignore[method-assign]
+    start_s = time.monotonic()
+    return join(rank, size, address, [{}] * size, [0.0] * size) | {"s": time.monotonic() - start_s}
+
+
 def join_among_strangers(rank: int, size: int, address: str) -> dict[str, Any]:
     """The last rank is none: it connects to rank 0, says nothing or nonsense, and stays."""
     if rank < size - 1:

@@ -26,7 +26,10 @@ def watch(
         heard.append([of, reason, time.monotonic() - start_s])
         is_heard.set()
 
-    lifeline = Lifeline(ticket, on_failure, timeout_s=timeout_s, interval_s=0.1)
+    def on_stop(of: int, reason: str) -> None:
+        on_failure(of, f"stop: {reason}")
+
+    lifeline = Lifeline(ticket, on_failure, timeout_s=timeout_s, interval_s=0.1, on_stop=on_stop)
     ticket.post({"step": 0}).wait()
     ticket.end_wave()
     start_s = time.monotonic() + 0.3
@@ -47,7 +50,10 @@ def watch(
             lifeline.fail("rank 3 did not send its part", 3)
         elif act == "leave":
             lifeline.close()
-        if act in ("fail", "blame", "leave"):
+        elif act == "end":
+            lifeline.stop("told to")
+            lifeline.close()
+        if act in ("fail", "blame", "leave", "end"):
             time.sleep(watch_s)
             return {"heard": heard, "raised": None}
     raised = None

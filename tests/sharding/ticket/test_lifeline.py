@@ -76,6 +76,15 @@ def test_a_rank_that_fails_for_another_names_the_other():
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_ends_without_consent_is_no_failure_either(culprit):
+    """All are told so, once, though its connections are closed right after."""
+    others, itself = watch(4, culprit, "end", watch_s=1.5)
+    assert itself["heard"] == []
+    for result in others.values():
+        assert [of[:2] for of in result["heard"]] == [[culprit, "stop: told to"]]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
 def test_to_leave_is_no_failure(culprit):
     others, itself = watch(4, culprit, "leave", watch_s=1.6)
     assert {str(result) for result in [*others.values(), itself]} == {str({"heard": [], "raised": None})}

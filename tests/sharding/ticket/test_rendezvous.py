@@ -27,6 +27,22 @@ def test_strangers_are_no_ranks():
     assert run(ranks.join_among_strangers, 4) == [{"error": None}] * 4
 
 
+def test_strangers_at_a_rank_s_own_port_hold_nobody_up():
+    results = run(ranks.join_with_strangers_at_the_door, 4)
+    assert [result["error"] for result in results] == [None] * 4 and max(result["s"] for result in results) < 10
+
+
+def test_a_rank_that_is_started_again_finds_its_place():
+    assert run(ranks.join_again, 3, comes_back=True) == [{"error": None}] * 3
+
+
+def test_a_rank_that_has_gone_is_missing():
+    first, _, third = run(ranks.join_again, 3, comes_back=False)
+    for result in (first, third):
+        assert (result["error"], result["rank"]) == ("TicketTimeout", 1)
+        assert "ranks [1] of 3 did not come to 127.0.0.1:" in result["message"]
+
+
 def test_other_digests_are_refused_by_all_with_the_values_side_by_side():
     same, other = {"model": "3fa1", "settings": "77"}, {"model": "9c0d", "settings": "77"}
     for result in meet({"digests": same}, {"digests": same}, {"digests": other}, {"digests": other}):

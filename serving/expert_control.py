@@ -1,0 +1,94 @@
+"""What outside of the engine can be known of expert placement, and asked of it: by the RPCs and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from widemesh.eplb import ExpertLayout
+from widemesh.serving.request import Status
+
+
+class ExpertControlError(RuntimeError):
+    """A call that cannot be done now, though nothing is wrong with it. `str(err)` is one sentence with the remedy."""
+
+    status: Status
+
+
+class EplbOff(ExpertControlError):
+    """The engine runs without rebalancing: no call will ever do until it is started otherwise."""
+
+    status = Status.FAILED_PRECONDITION
+
+    def __init__(self, message: str = "enable_eplb=False: experts stay where they are; start the server with "
+                                      "--enable-eplb"):  # fmt: skip
+        super().__init__(message)
+
+
+class EplbBusy(ExpertControlError):
+    """Experts are moving. The placement that a caller has seen is about to change: look again, then decide anew.
+
+    ABORTED, not UNAVAILABLE: that one makes clients repeat the same call within milliseconds, as to a server that is
+    about to answer, and a migration takes as long as thousands of steps.
+    """
+
+    status = Status.ABORTED
+
+    def __init__(self, message: str = "experts are moving already; wait until `widemesh experts show` says idle"):
+        super().__init__(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertStatus:
+    """One model's placement and load at a step boundary. Its arrays are the caller's: nothing writes them later."""
+
+    model: str  # "target" or "draft"
+    layout: ExpertLayout
+    slot_owner: Int32[np.ndarray, "L X"]  # expert of each slot; -1: empty
+    placement_hash: int
+    load: Int64[np.ndarray, "L X"]  # rows that each slot has taken, as `slot_owner` has them; 0: nothing is known
+    load_steps: int  # steps in which those rows were counted; 0: nothing is known
+    balancedness: float  # mean rank load / maximum rank load, each summed over layers; 0: nothing is known
+    phase: str  # "off", "idle", "reading", "planning" or "migrating"
+    layers_done: int  # of the migration under way, committed ones
+    layers_total: int  # that it moves; 0 if there is none
+    rebalances: Mapping[str, int]  # how many have ended as "committed", "skipped" or "abandoned"
+    last_failure: str  # why the last one was abandoned; empty: none was
+    moved_bytes: int  # since the start, from rank to rank
+    moved_rows: int  # likewise, expert rows
+    least_rows: int  # fewer could not have brought these placements about
+    is_paused: bool
+    is_disabled: bool  # after too many abandoned ones in a row; `resume` ends it
+    steps_to_trigger: int  # until the next plan is made; 0 if none is due
+    feasible: float = 0.0  # balancedness that no placement exceeds under the load of the last plan; 0: there was none
+
+
+class ExpertControl(Protocol):
+    """Steers the rebalancing of one engine. Safe from any thread; a call waits for the next step boundary at most.
+
+    All but `status` raise EplbOff where rebalancing is off. A closed engine raises its EngineError.
+    """
+
+    def status(self) -> ExpertStatus:
+        """Placement, load, and what is under way. Always answers; the phase is "off" where rebalancing is off."""
+        ...
+
+    def rebalance(self, steps: int | None) -> None:
+        """Make a plan after `steps` more recorded steps; None: the engine's own number of them. Raises ConfigError."""
+        ...
+
+    def pause(self) -> None:
+        """Record nothing and make no new plan until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`, or after too many abandoned rebalances."""
+        ...
+
+    def import_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
+        """Begin to move to this placement. Raises ConfigError if it does not fit, EplbBusy while experts move."""
+        ...

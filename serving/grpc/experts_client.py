@@ -1,0 +1,73 @@
+"""A small client of `widemesh.v1.Experts`: one blocking call for each thing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import grpc
+
+from widemesh.serving.expert_control import ExpertStatus
+from widemesh.serving.grpc.client import ServerError, address_of, channel_options, server_error
+from widemesh.serving.grpc.experts_convert import read_status
+from widemesh.serving.grpc.protos import experts_pb2 as pb
+from widemesh.serving.grpc.protos.experts_pb2_grpc import ExpertsStub
+
+TIMEOUT_S = 60.0  # a call waits for a step, and the first one of a busy engine may be long
+
+
+class ExpertsClient:
+    """One connection to a server; use it as a context manager. Every call may raise ServerError."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 50051):
+        self._address = address_of(host, port)
+        self._channel = grpc.insecure_channel(self._address, options=channel_options(host))
+        self._stub = ExpertsStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._channel.close()
+
+    def status(self) -> ExpertStatus:
+        """Placement, load, and what is under way."""
+        request = pb.GetExpertStatusRequest(include_load=True, include_placement=True)
+        response = self._call(self._stub.GetStatus, request)
+        try:
+            return read_status(response)
+        except ValueError as err:
+            raise ServerError(f"{self._address} sends a status that cannot be read ({err}); use a client and a server "
+                              "of one version") from None  # fmt: skip
+
+    def rebalance(self, steps: int | None = None) -> None:
+        """Make a plan after `steps` more recorded steps; None: after the server's own number of them."""
+        self._call(self._stub.Rebalance, pb.RebalanceRequest(steps=steps))
+
+    def pause(self) -> None:
+        """Make no new plan until `resume`."""
+        self._call(self._stub.Pause, pb.PauseRebalancingRequest())
+
+    def resume(self) -> None:
+        """Go on after `pause`, or after too many rebalances that were abandoned."""
+        self._call(self._stub.Resume, pb.ResumeRebalancingRequest())
+
+    def export_placement(self) -> str:
+        """The placement that serves, as JSON."""
+        return self._call(self._stub.ExportPlacement, pb.ExportPlacementRequest()).placement_json
+
+    def import_placement(self, placement_json: str) -> int:
+        """Begin to move to this placement. Its hash, which `status` reports once every layer has moved."""
+        request = pb.ImportPlacementRequest(placement_json=placement_json)
+        return self._call(self._stub.ImportPlacement, request).placement_hash
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        try:
+            return method(request, timeout=TIMEOUT_S)
+        except grpc.RpcError as err:
+            assert isinstance(err, grpc.Call)  # whatever a stub raises
+            code, details = err.code(), err.details()
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                raise ServerError(f"{self._address} does not offer widemesh.v1.Experts; it is another server, or one "
+                                  "of an older version", code) from None  # fmt: skip
+            raise server_error(self._address, code, details, "--address") from None

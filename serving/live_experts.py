@@ -1,0 +1,68 @@
+"""The expert placement of a running engine, from any thread: what it is, and how it is steered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Int32
+
+from widemesh.eplb import Reshuffler, placement_hash
+from widemesh.eplb.agreed import PAUSE, RESUME, TRIGGER, trigger_after
+from widemesh.eplb.reshuffler import ReshuffleBusy
+from widemesh.serving.expert_control import EplbBusy, EplbOff, ExpertStatus
+from widemesh.serving.loop import EngineLoop
+from widemesh.serving.mesh_state import MeshState
+
+TARGET = "target"  # the name of the model whose experts these are
+
+
+class LiveExperts:
+    """The `ExpertControl` of an engine. `reshuffler` is None where experts stay where they are."""
+
+    def __init__(self, loop: EngineLoop, decode: MeshState, reshuffler: Reshuffler | None):
+        self._loop, self._decode, self._reshuffler = loop, decode, reshuffler
+
+    def status(self) -> ExpertStatus:
+        """Placement, load, and what is under way."""
+        if self._reshuffler is None:
+            return self._fixed()
+        found = self._loop.call(self._reshuffler.status)
+        named = {field.name: getattr(found, field.name) for field in dataclasses.fields(ExpertStatus)}
+        return ExpertStatus(**named)
+
+    def rebalance(self, steps: int | None) -> None:
+        """Make a plan after `steps` more recorded steps, 32 or the whole window if None."""
+        self._ask(lambda reshuffler: reshuffler.request(TRIGGER if steps is None else trigger_after(steps)))
+
+    def pause(self) -> None:
+        """Record nothing and make no new plan until `resume`."""
+        self._ask(lambda reshuffler: reshuffler.request(PAUSE))
+
+    def resume(self) -> None:
+        """Go on after `pause`, or after too many abandoned rebalances."""
+        self._ask(lambda reshuffler: reshuffler.request(RESUME))
+
+    def import_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
+        """Begin to move to this placement."""
+        try:
+            self._ask(lambda reshuffler: reshuffler.import_placement(slot_owner))
+        except ReshuffleBusy:
+            raise EplbBusy from None
+
+    def _ask(self, ask: Callable[[Reshuffler], None]) -> None:
+        """Call it between two steps."""
+        reshuffler = self._reshuffler
+        if reshuffler is None:
+            raise EplbOff
+        self._loop.call(lambda: ask(reshuffler))
+
+    def _fixed(self) -> ExpertStatus:
+        owner, layout = self._decode.slot_owner, self._decode.layout
+        return ExpertStatus(
+            model=TARGET, layout=layout, slot_owner=owner, placement_hash=placement_hash(owner),
+            load=np.zeros(owner.shape, np.int64), load_steps=0, balancedness=0.0, phase="off", layers_done=0,
+            layers_total=0, rebalances=dict.fromkeys(("committed", "skipped", "abandoned"), 0), last_failure="",
+            moved_bytes=0, moved_rows=0, least_rows=0, is_paused=False, is_disabled=False, steps_to_trigger=0,
+        )  # fmt: skip

@@ -1,0 +1,616 @@
+"""Experts move while steps are taken: all processes alike, every layer served by a whole placement at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from widemesh.eplb import (
+    PAUSE,
+    RESUME,
+    TRIGGER,
+    ChildPlanner,
+    EplbConfig,
+    ReshuffleBusy,
+    balancedness,
+    expected_slot_load,
+    initial_placement,
+    make_plan,
+    plan_placement,
+    trigger_after,
+)
+from widemesh.model.config import ConfigError
+
+CONFIG = EplbConfig(window_size=4, step_interval=12, num_redundant_experts=8, log_balancedness_interval=5)
+LAYOUT = CONFIG.layout(num_layers=3, num_experts=16, ranks=8)
+
+
+@pytest.fixture
+def start(simulation):
+    def start(config=CONFIG, layout=LAYOUT, **options):
+        return simulation.Job(layout, config, **options)
+
+    return start
+
+
+def _random_placement(rng, layout):
+    """Any valid one: each expert once, then copies anywhere, two of them on one rank as well."""
+    owner = np.full((layout.num_layers, layout.num_slots), -1)
+    owner[:, : layout.num_experts] = np.arange(layout.num_experts)
+    extra = layout.num_slots - layout.num_experts
+    if layout.num_redundant_experts:
+        copies = np.tile(np.repeat(np.arange(layout.num_experts), layout.max_copies - 1), (layout.num_layers, 1))
+        owner[:, layout.num_experts :] = rng.permuted(copies, axis=1)[:, :extra]
+    return rng.permuted(owner, axis=1)
+
+
+def _import_everywhere(job, owner):
+    for one in job.reshufflers:
+        one.import_placement(owner)
+
+
+# --- a rebalance ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rebalance_reads_plans_and_moves_layer_by_layer(start, caplog):
+    caplog.set_level(logging.INFO, "widemesh.eplb")
+    job = start()
+    assert job.run_to_end() == "committed"
+    assert job.history[0] == ("read_window", 3)  # the first comes after a quarter of the interval
+    moves = [call[:2] for call in job.history if call[0] not in ("read_window", "read_step")]
+    order = [move for move, before in zip(moves, [None, *moves], strict=False) if move != before]
+    layers = [layer for name, layer in order if name == "commit"]
+    assert sorted(layers) == [0, 1, 2]
+    assert order == [(name, layer) for layer in layers for name in ("copy", "verify", "commit")]
+    status = job.first.status()
+    assert status.moved_rows == status.least_rows > 0 and status.moved_bytes == 100 * status.moved_rows
+    assert (status.phase, status.layers_total, status.last_failure) == ("idle", 0, "")
+    plan, end = (record.getMessage() for record in caplog.records)
+    rows = status.moved_rows
+    found = re.fullmatch(r"target: rebalanced: balancedness (.*) -> (.*), 3 layers, "
+                         rf"{rows} rows moved \(least: {rows}\), 0\.\d s", end)  # fmt: skip
+    for said, owner in zip(found.groups(), (initial_placement(LAYOUT), job.first.slot_owner), strict=True):
+        real = balancedness(expected_slot_load(job.popularity, owner), 8)
+        assert float(said) == pytest.approx(real, abs=2e-3)
+    assert float(found[2]) > 0.95 > float(found[1]) + 0.2
+    assert plan == (f"target: balancedness {found[1]} in 3 steps; planned {found[2]}, feasible with "
+                    "num_redundant_experts=8 1.000; num_redundant_experts=16 would allow 0.989")  # fmt: skip
+
+
+def test_what_is_shown_is_what_was_measured(start, simulation):
+    heard = []
+
+    class Listener:
+        def balancedness(self, model, value, feasible):
+            heard.append((model, round(value, 6), feasible))
+
+        def rebalanced(self, model, result, rows, num_bytes):
+            heard.append((model, result, rows, num_bytes))
+
+        def layer_committed(self, model, seconds):
+            heard.append((model, round(seconds, 6)))
+
+        def disabled(self, model, is_disabled):
+            heard.append((model, is_disabled))
+
+    job = start(dataclasses.replace(CONFIG, step_interval=1000), listener=Listener(), model="draft")
+    assert job.first.status().load_steps == 0
+    job.first.request(trigger_after(3))
+    job.run(5)
+    shown = job.first.status()
+    assert (shown.phase, shown.load_steps) == ("planning", 3)
+    np.testing.assert_allclose(simulation.load_by_expert(job.first), 3 * job.popularity, atol=12)
+    assert shown.balancedness == balancedness(shown.load, 8)
+    assert job.run_to_end() == "committed"
+    rows = job.first.status().moved_rows
+    assert heard[-1] == ("draft", "committed", rows, 100 * rows)
+    assert sum(len(one) == 2 and one[1] > 0 for one in heard) == 3  # layers
+    job.run(10)
+    shown = job.first.status()
+    assert shown.load_steps == 1 and heard[-1] == ("draft", round(shown.balancedness, 6), pytest.approx(1.0, abs=0.1))
+    assert shown.balancedness > 0.95 and shown.steps_to_trigger > 0
+
+
+def test_a_plan_without_gain_moves_nothing_and_the_next_one_comes_in_time(start):
+    job = start()
+    assert [job.run_to_end(), job.run_to_end()] == ["committed", "skipped"]
+    rows = job.first.status().moved_rows
+    assert job.run_until(lambda: job.first.status().phase == "reading") <= 12
+    job.popularity = job.draw_popularity()
+    job.run_to_end()
+    assert job.run_to_end() == "committed" and job.first.status().moved_rows > rows
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
+def test_processes_move_the_same_layers_at_the_same_steps(start, processes):
+    """Readings, plans and rows are ready at other times on each; `Job.step` checks everything else."""
+    for seed in range(4):
+        job = start(dataclasses.replace(CONFIG, slice_rows=1 + seed % 3), processes=processes, seed=seed, delays=6)
+        for _ in range(5):
+            job.popularity = job.draw_popularity()
+            job.run_to_end()
+        assert job.first.status().rebalances["committed"] >= 3
+        assert job.first.status().rebalances["abandoned"] == 0
+
+
+def test_a_step_without_decoding_moves_rows_and_is_not_counted(start):
+    job = start()
+    job.run(3)
+    before = job.first._window.num_steps
+    assert job.run_to_end(decodes=False) == "committed" and job.first._window.num_steps == before
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _raise_in(*names):
+    return lambda job, rank: job.devices[rank].raises.update(names)
+
+
+def _get_stuck(job, rank):
+    job.devices[rank].is_stuck, job.step_s = True, 0.1
+
+
+def _corrupt(job, rank):
+    for device in job.devices:  # what arrives wrong, arrives wrong in everybody's eyes
+        device.corrupts = True
+
+
+def _plan(trouble):
+    def break_it(job, rank):
+        job.planners[rank].trouble = trouble
+
+    return break_it
+
+
+def _plan_too_little(job, rank):
+    plan = make_plan(job.popularity, job.first.slot_owner, job.layout, job.config)
+    wrong = plan.slot_owner.copy()
+    wrong[wrong == 3] = 4
+    job.planners[rank].trouble = dataclasses.replace(plan, slot_owner=wrong)
+
+
+def _heal(job):
+    job.step_s = 0.01
+    for device, planner in zip(job.devices, job.planners, strict=True):
+        device.raises, device.is_stuck, device.corrupts, planner.trouble = set(), False, False, None
+
+
+FAILURES = {
+    "the planner raises": (_plan(ValueError("load is wrong")), "load is wrong"),
+    "the plan leaves an expert out": (_plan_too_little, "the plan: no slot of layer 0 holds expert 3; every expert "),
+    "the window is not read": (_raise_in("read_window"), "no read_window today"),
+    "the load never comes": (_get_stuck, "the load of the window was not there after 5 s"),
+    "a copy raises": (_raise_in("copy"), "layer 2: no copy today (0 of 3 layers committed)"),
+    "a comparison raises": (_raise_in("verify"), "layer 2: no verify today (0 of 3 layers committed)"),
+    "a row arrives wrong": (_corrupt, "layer 2: 1 of 15 copied rows differ from what was sent (0 of 3 layers "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_failure_gives_up_everywhere_and_the_next_trigger_tries_again(start, caplog, name, processes):
+    breaks, reason = FAILURES[name]
+    job = start(processes=processes)
+    rank = 0 if name == "a row arrives wrong" else processes - 1  # all see that; the first is named
+    breaks(job, rank)
+    assert job.run_to_end() == "abandoned"
+    for mine, one in enumerate(job.reshufflers):
+        status = one.status()
+        assert status.last_failure.startswith(f"rank {rank}: {reason if mine == rank else 'its log says why'}")
+        assert status.phase == "idle" and not status.is_disabled
+    np.testing.assert_array_equal(job.first.slot_owner, initial_placement(LAYOUT))
+    assert sum(record.levelno == logging.WARNING for record in caplog.records) == processes  # one line each
+    assert "the next plan comes in 12 steps" in caplog.text
+    _heal(job)
+    steps = job.run_until(lambda: job.first.status().phase == "reading")
+    assert 11 <= steps <= 12
+    assert job.run_to_end() == "committed"
+
+
+def test_rank_whose_rows_never_arrive_is_named_after_the_deadline(start):
+    """All others are ready and wait for it: they notice nothing, it notices itself."""
+    job = start(processes=3)
+    job.run_until(lambda: job.first.status().phase == "migrating")
+    job.run_until(lambda: job.first.status().layers_done == 1)
+    job.devices[1].is_stuck, job.step_s = True, 0.1
+    steps = job.num_steps
+    assert job.run_to_end() == "abandoned"
+    assert 48 <= job.num_steps - steps <= 70  # 5 s
+    assert job.reshufflers[1].status().last_failure == (
+        "rank 1: layer 1: its rows were not there after 5 s (1 of 3 layers committed)")  # fmt: skip
+    assert job.first.status().last_failure == "rank 1: its log says why (1 of 3 layers committed)"
+    before = job.first.slot_owner
+    _heal(job)
+    assert job.run_to_end() == "committed"  # on from the placement that was half-way
+    assert (before != job.first.slot_owner).any(1).sum() <= 2
+
+
+def test_commit_that_fails_leaves_weights_and_maps_as_they_were(start):
+    job = start()
+    job.devices[0].raises = {"commit"}
+    before = job.first.slot_owner
+    assert job.run_to_end() == "abandoned" and job.first.slot_owner is before
+    assert "no commit today" in job.first.status().last_failure
+
+
+def test_commit_that_fails_on_one_process_alone_shows_in_its_report(start):
+    """That cannot be mended: the ticket refuses placements that differ."""
+    job = start(processes=2)
+    job.devices[1].raises = {"commit"}
+    with pytest.raises(AssertionError):
+        job.run_to_end()
+    assert len({one.report().placement for one in job.reshufflers}) == 2 and job.reshufflers[1].report().fails
+
+
+def test_failures_in_a_row_wait_longer_and_then_for_good(start, caplog):
+    job = start(processes=2)
+    job.planners[1].trouble = ValueError("no")
+    waits = []
+    for _ in range(3):
+        assert job.run_to_end() == "abandoned"
+        waits.append(job.run_until(lambda: job.first.status().phase == "reading"))
+    assert [round(wait / 12) for wait in waits] == [1, 2, 4]
+    assert job.run_to_end() == "abandoned" and all(one.status().is_disabled for one in job.reshufflers)
+    assert "disabled until it is resumed" in caplog.records[-1].getMessage()
+    calls = len(job.history)
+    job.run(200)
+    assert {call[0] for call in job.history[calls:]} == {"read_step"} and job.first.status().steps_to_trigger == 0
+    job.planners[1].trouble = None
+    job.reshufflers[1].request(RESUME)
+    assert job.run_to_end() == "committed" and not job.first.status().is_disabled
+
+
+def test_a_trigger_ends_the_wait_after_failures(start):
+    job = start(dataclasses.replace(CONFIG, max_retries=0))
+    job.planners[0].trouble = ValueError("no")
+    assert job.run_to_end() == "abandoned" and job.first.status().is_disabled
+    job.planners[0].trouble = None
+    job.first.request(trigger_after(2))
+    before = job.num_steps
+    assert job.run_to_end() == "committed" and job.num_steps - before < 80
+
+
+def _step_to_end(job):
+    """Step beside a planner that takes its time. Returns the last failure."""
+    ended = job.ended()
+    deadline_s = time.monotonic() + 60
+    while job.ended() == ended:
+        assert time.monotonic() < deadline_s
+        job.step()
+        time.sleep(0.002 if job.first.phase == "planning" else 0)
+    return job.first.status().last_failure
+
+
+def test_planner_process_that_hangs_or_is_killed_costs_one_rebalance(start):
+    config = dataclasses.replace(CONFIG, max_retries=9)
+    heard = threading.Event()
+    hangs = ChildPlanner(LAYOUT, config, deadline_s=0.3, command=(sys.executable, "-c", "import time; time.sleep(600)"))
+    with contextlib.closing(hangs):
+        assert _step_to_end(start(config, planners=[hangs])) == "rank 0: the planner had no plan after 0.3 s"
+    planner = ChildPlanner(LAYOUT, config, on_answer=heard.set)
+    job = start(config, planners=[planner])
+    with contextlib.closing(job.first):
+        assert not _step_to_end(job) and heard.is_set()
+        job.popularity = job.draw_popularity()
+        pid = planner.pid
+        os.kill(pid, signal.SIGSTOP)
+        job.run_until(lambda: job.first.status().phase == "planning")
+        os.kill(pid, signal.SIGKILL)
+        assert "signal 9 (Killed)" in _step_to_end(job)
+        _step_to_end(job)
+        assert job.first.status().rebalances == {"committed": 2, "skipped": 0, "abandoned": 1} and planner.pid != pid
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_whatever_happens_no_process_stops_rebalancing_for_good(start, seed):
+    """Troubles, holds, new weights, commands and imports in any order, then none: the next trigger leads to a plan."""
+    job = start(dataclasses.replace(CONFIG, layer_deadline_s=1.0), processes=1 + seed % 4, delays=4, seed=seed)
+    seed %= 4
+    rng, held = job.rng, [0] * (1 + seed)
+
+    def replace_weights():
+        for one, device in zip(job.reshufflers, job.devices, strict=True):
+            device.replace_weights()
+            one.discard()
+
+    def import_placement(rank):
+        owners = [_random_placement(np.random.default_rng(i), LAYOUT) for i in range(2)]
+        with contextlib.suppress(ReshuffleBusy):
+            for one in job.reshufflers[: int(rng.integers(1 + seed)) + 1]:
+                one.import_placement(owners[int(rng.random() < 0.2)])
+
+    def hold(rank):
+        job.reshufflers[rank].hold()
+        held[rank] += 1
+
+    troubles = [lambda rank: _get_stuck(job, rank), lambda rank: _corrupt(job, rank), hold, import_placement,
+                *(lambda rank, name=name: _raise_in(name)(job, rank) for name in ("read_window", "read_step", "copy")),
+                lambda rank: _plan(ValueError("no"))(job, rank),
+                *(lambda rank, what=what: job.reshufflers[rank].request(what) for what in (TRIGGER, PAUSE, RESUME, 5))]
+    for _ in range(40):
+        troubles[int(rng.integers(len(troubles)))](int(rng.integers(1 + seed)))
+        job.run(int(rng.integers(1, 25)), decodes=rng.random() < 0.8)
+        job.step(before_act=replace_weights if rng.random() < 0.3 else lambda: None)
+        assert 0 <= job.first.status().steps_to_trigger <= 4 * 12
+        if rng.random() < 0.5:
+            _heal(job)
+            for rank, one in enumerate(job.reshufflers):
+                while held[rank]:
+                    one.release()
+                    held[rank] -= 1
+    _heal(job)
+    for rank, one in enumerate(job.reshufflers):
+        for _ in range(held[rank]):
+            one.release()
+    job.run(200)
+    job.reshufflers[-1].request(RESUME)
+    job.popularity = job.draw_popularity()
+    before = job.first.status().rebalances["committed"]
+    job.run_until(lambda: job.first.status().rebalances["committed"] > before, limit=200)
+
+
+# --- no steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_goes_on_without_spinning(start):
+    """It steps while something moves or is on its way, not while a plan is made or it is held."""
+    job = start(processes=2)
+    assert not job.first.wants_step
+    job.planners[0]._looks = lambda: 4
+    job.run(3)
+    assert job.first.status().phase == "reading" and job.first.wants_step
+    while job.first.wants_step:
+        job.step(decodes=False)
+    assert job.first.status().phase == "planning" and job.num_steps <= 6
+    assert [job.first.wants_step for _ in range(5)] == [False] * 4 + [True]
+    job.first.hold()
+    while any(one.wants_step for one in job.reshufflers):
+        job.step(decodes=False)
+    assert job.first.status().phase == "migrating" and job.num_steps < 100
+    assert not job.first.report().staged and job.reshufflers[1].report().staged
+    job.first.release()
+    assert job.first.wants_step
+    while any(one.wants_step for one in job.reshufflers):
+        job.step(decodes=False)
+    assert job.first.status().rebalances["committed"] == 1 and job.first.status().phase == "idle"
+
+
+def test_time_without_steps_is_not_held_against_a_layer(start):
+    job = start()
+    job.run_until(lambda: job.first.status().phase == "migrating")
+    for _ in range(3):  # an hour's rest, three times
+        job.now_s += 3600
+        job.step()
+    assert job.run_to_end() == "committed"
+
+
+def test_news_is_told_once(start):
+    job = start(processes=2)
+    job.first.import_placement(plan_placement(job.popularity, LAYOUT))
+    assert job.first.wants_step and not job.reshufflers[1].wants_step
+    job.step(decodes=False)
+    assert not job.first.wants_step and job.first.report().planned  # it is still true, but nobody must step to hear it
+    job.first.request(PAUSE)
+    assert job.first.wants_step
+    job.step(decodes=False)
+    assert not job.first.wants_step and job.first.report().command == 0
+
+
+# --- weights are replaced ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_committed_while_one_process_is_held(start):
+    job = start(processes=3, delays=3, seed=1)
+    job.run_until(lambda: job.first.status().phase == "migrating")
+    before = job.first.slot_owner
+    job.reshufflers[2].hold()
+    job.reshufflers[2].hold()
+    job.step_s = 1.0
+    job.run(100)
+    job.reshufflers[2].release()
+    job.run(3)
+    assert job.first.slot_owner is before and job.first.status().rebalances["abandoned"] == 0
+    job.reshufflers[2].release()
+    job.run(3)
+    assert job.first.slot_owner is not before and job.first.status().layers_done == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_replaced_weights_are_never_committed(start, seed):
+    job = start(processes=2, delays=2, seed=seed)
+    job.run_until(lambda: job.first.status().phase == "migrating")
+
+    def replace():
+        for one, device in zip(job.reshufflers, job.devices, strict=True):
+            device.replace_weights()
+            one.discard()
+
+    for _ in range(5):
+        job.run(int(job.rng.integers(1, 12)))
+        job.step(before_act=replace)  # even when all have just said that the layer is staged
+    while job.ended() == 0:
+        job.step()
+    status = job.first.status()
+    assert status.rebalances == {"committed": 1, "skipped": 0, "abandoned": 0}
+    assert status.moved_rows >= status.least_rows
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_of_one_process_are_obeyed_by_all_at_one_step(start):
+    job = start(EplbConfig(window_size=40, step_interval=1000, num_redundant_experts=8), processes=3)
+    job.reshufflers[1].request(TRIGGER)
+    job.run(1 + 32)  # the step in which it is heard is the first that is recorded
+    assert all(one.status().phase in ("idle", "reading") for one in job.reshufflers)
+    assert job.run_to_end() == "committed"
+    assert [call for call in job.history if call[0] == "read_window"] == [("read_window", 32)]
+    job.popularity = job.draw_popularity()
+    job.reshufflers[2].request(trigger_after(5))
+    assert job.run_to_end() == "committed" and ("read_window", 5) in job.history
+    job.reshufflers[0].request(PAUSE)
+    job.step()
+    assert all(one.status().is_paused for one in job.reshufflers)
+    job.reshufflers[0].request(TRIGGER)
+    job.run(50)
+    assert job.first.status().phase == "idle"
+    job.reshufflers[2].request(RESUME)
+    job.step()
+    assert not any(one.status().is_paused for one in job.reshufflers)
+
+
+def test_commands_of_the_same_step_are_obeyed_one_after_the_other(start):
+    job = start(processes=2)
+    job.reshufflers[0].request(PAUSE)
+    job.reshufflers[1].request(RESUME)
+    job.step()
+    assert not job.first.status().is_paused
+    job.step()
+    assert job.first.status().is_paused and not job.first.wants_step
+
+
+def test_a_trigger_while_experts_move_is_obeyed_after_it(start):
+    job = start(dataclasses.replace(CONFIG, step_interval=1000))
+    job.first.request(trigger_after(2))
+    job.run_until(lambda: job.first.status().phase == "migrating")
+    job.popularity = job.draw_popularity()
+    job.first.request(trigger_after(3))
+    assert [job.run_to_end(), job.run_to_end()] == ["committed", "committed"] and ("read_window", 3) in job.history
+
+
+def test_what_is_under_way_when_rebalancing_is_paused_is_finished(start):
+    job = start()
+    job.run_until(lambda: job.first.status().phase == "migrating")
+    job.first.request(PAUSE)
+    assert job.run_to_end() == "committed"
+    job.run(100)
+    assert job.ended() == 1 and job.first.status().is_paused
+
+
+def test_more_steps_than_a_window_has_are_refused(start):
+    job = start()
+    with pytest.raises(ValueError, match="steps=5 must be 1 to 4, the window_size"):
+        job.first.request(trigger_after(5))
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        trigger_after(0)
+
+
+# --- imported placements ----------------------------------------------------------------------------------------------
+
+
+def test_an_imported_placement_is_moved_to_when_all_have_it(start):
+    job = start(dataclasses.replace(CONFIG, step_interval=1000), processes=3)
+    wanted = _random_placement(job.rng, LAYOUT)
+    for one in job.reshufflers:
+        assert job.first.status().phase == "idle"
+        one.import_placement(wanted)
+        job.run(2)
+    assert job.first.status().phase == "migrating"
+    with pytest.raises(ReshuffleBusy, match="the target model is migrating; import a placement when it is idle"):
+        job.first.import_placement(wanted)
+    assert job.run_to_end() == "committed"
+    np.testing.assert_array_equal(job.first.slot_owner, wanted)
+    assert not any(call[0] == "read_window" for call in job.history)
+    _import_everywhere(job, wanted)
+    assert job.run_to_end() == "skipped"
+
+
+def test_different_imports_are_given_up_with_both_hashes(start):
+    job = start(dataclasses.replace(CONFIG, step_interval=1000), processes=3)
+    a, b = (_random_placement(job.rng, LAYOUT) for _ in range(2))
+    for one, owner in zip(job.reshufflers, (a, a, b), strict=True):
+        one.import_placement(owner)
+    hashes = [one.report().plan_hash & 0xFFFFFFFF for one in job.reshufflers]
+    assert job.run_to_end() == "abandoned"
+    for one in job.reshufflers:
+        assert one.status().last_failure == (
+            f"rank 2: it would go to placement {hashes[2]:08x} and rank 0 to {hashes[0]:08x}")  # fmt: skip
+    for one, owner in zip(job.reshufflers, (a, b, b), strict=True):
+        one.import_placement(owner)
+    job.first.import_placement(b)  # the mistake is mended before all have one... of them
+    assert job.run_to_end() == "committed"
+    np.testing.assert_array_equal(job.first.slot_owner, b)
+
+
+def test_an_import_waits_for_a_rebalance_and_starts_from_its_end(start):
+    job = start(processes=2)
+    wanted = _random_placement(job.rng, LAYOUT)
+    job.first.import_placement(wanted)
+    assert job.run_to_end() == "committed"
+    assert (job.first.slot_owner != wanted).any()
+    job.reshufflers[1].import_placement(wanted)
+    assert job.run_to_end() == "committed"
+    np.testing.assert_array_equal(job.first.slot_owner, wanted)
+
+
+def test_a_placement_that_does_not_fit_is_refused(start):
+    job = start()
+    wrong = job.first.slot_owner.copy()
+    wrong[wrong == 5] = 6
+    with pytest.raises(ConfigError, match="no slot of layer 0 holds expert 5"):
+        job.first.import_placement(wrong)
+    with pytest.raises(ConfigError, match="has shape"):
+        job.first.import_placement(wrong[:2])
+
+
+# --- two models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_target_and_draft_each_have_their_own(start, processes):
+    """16 and 8 experts, 8 and 0 redundant, other windows. The draft's layers wait while the target's move."""
+    config = EplbConfig(window_size=3, step_interval=9)
+    target = start(processes=processes, seed=3, delays=3)
+    draft = start(config, config.layout(num_layers=2, num_experts=8, ranks=4), processes=processes, seed=4, delays=3,
+                  goes_after=target.reshufflers, model="draft")  # fmt: skip
+    num_both = 0
+    for count in range(600):
+        if count % 100 == 0:
+            target.popularity, draft.popularity = target.draw_popularity(), draft.draw_popularity()
+        is_moving = target.first.phase == "migrating"
+        ours, theirs = target.step(), draft.step()
+        num_both += any(call[0] == "copy" for call in ours) and any(call[0] == "copy" for call in theirs)
+        if is_moving and target.first.phase == "migrating":
+            layer = [call[1] for call in theirs if call[0] == "copy"]
+            assert not layer or draft.history[-1][0] != "commit"
+    for job in (target, draft):
+        assert job.first.status().rebalances["committed"] >= 3 and job.first.status().rebalances["abandoned"] == 0
+    assert num_both <= 40  # a layer of the draft that had set out already
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("redundant", [0, 8, 32])
+def test_two_hundred_random_placements_one_after_the_other(start, redundant):
+    """With failures in between, from which each next one goes on half-way. Tags are checked after every step."""
+    config = dataclasses.replace(CONFIG, num_redundant_experts=redundant, slice_rows=2, max_retries=1000)
+    job = start(config, config.layout(num_layers=2, num_experts=16, ranks=8), seed=redundant, delays=1)
+    for device in job.devices:
+        device.read_step = lambda: job.devices[0]._load(job.devices[0].last)
+    for turn in range(200):
+        job.run_until(lambda: job.first.phase == "idle", decodes=False)
+        _import_everywhere(job, _random_placement(job.rng, job.layout))
+        if turn % 10 == 5:
+            for device in job.devices:
+                device.corrupts = True
+        job.run_to_end(decodes=turn % 3 > 0)
+    results = job.first.status().rebalances
+    assert results["committed"] >= 180 and results["abandoned"] == 20
+
+
+def test_closing_ends_the_planner(start):
+    job = start()
+    job.first.close()
+    assert job.planners[0].is_closed

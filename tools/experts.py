@@ -1,0 +1,151 @@
+"""`widemesh experts COMMAND`: look at the expert placement of a running server, and steer it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import urllib.parse
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from widemesh.model.config import ConfigError
+from widemesh.serving.grpc.experts_client import ExpertsClient
+from widemesh.serving.grpc.experts_convert import read_placement_json
+from widemesh.tools.bench.eplb_plot import check_plotting
+from widemesh.tools.settings import check_output
+
+_WIDTH = 100  # columns of the tables, at least
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsCommand:
+    """What every command of the group needs: a server."""
+
+    address: str = "127.0.0.1:50051"  # HOST:PORT of a running server
+
+    def __post_init__(self) -> None:
+        split_address(self.address)
+
+    def connect(self) -> ExpertsClient:
+        """A client of the server, to be closed."""
+        return ExpertsClient(*split_address(self.address))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Show(ExpertsCommand):
+    """Show where a server's experts lie and how busy they are.
+
+    Each layer's line has its balancedness (mean rank load / maximum rank load), the hottest rank and how many times the
+    mean load it has, the hottest expert with its share of the load and its copies, empty slots, and a heat map of all
+    ranks. The last line is of all layers together.
+    """
+
+    out: Path | None = None  # PNG file for a picture: load by layer and rank, copies of each expert
+    json: bool = False  # print a JSON object on the last line
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is not None:
+            check_plotting(self.out, "out")
+            check_output(self.out)
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from widemesh.tools.experts_figures import as_json
+        from widemesh.tools.experts_plot import plot_status
+        from widemesh.tools.experts_table import print_status
+
+        with self.connect() as client:
+            status = client.status()
+        console = Console(width=max(_WIDTH, Console().width))
+        print_status(console, status)
+        if self.out is not None:
+            plot_status(self.out, status)
+            console.print(f"load by rank and copies of experts: {self.out}", soft_wrap=True, markup=False)
+        if self.json:
+            print(json.dumps(as_json(self.address, status)), flush=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rebalance(ExpertsCommand):
+    """Make a server measure load and plan a placement soon, instead of when its interval has passed."""
+
+    steps: int | None = None  # recorded steps to measure first, at most a window; None: the server's own number
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and not 1 <= self.steps < 2**32:
+            raise ConfigError(f"steps={self.steps} must be at least 1, and at most the server's window_size; leave it "
+                              "out for the server's own number")  # fmt: skip
+
+    def run(self) -> None:
+        with self.connect() as client:
+            client.rebalance(self.steps)
+        measured = "a few" if self.steps is None else str(self.steps)
+        print(f"{self.address} makes a plan after {measured} recorded steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pause(ExpertsCommand):
+    """Let a server make no new placement until `widemesh experts resume`."""
+
+    def run(self) -> None:
+        with self.connect() as client:
+            client.pause()
+        print(f"{self.address} makes no new placement")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resume(ExpertsCommand):
+    """Let a server go on after a pause, or after too many rebalances that were abandoned."""
+
+    def run(self) -> None:
+        with self.connect() as client:
+            client.resume()
+        print(f"{self.address} rebalances again")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export(ExpertsCommand):
+    """Write a server's placement to a JSON file."""
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]  # to write
+
+    def run(self) -> None:
+        check_output(self.file)
+        with self.connect() as client:
+            text = client.export_placement()
+        self.file.write_text(text, encoding="utf-8")
+        print(f"the placement of {self.address} is in {self.file}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import(ExpertsCommand):
+    """Make a server move its experts to the placement in a file, while it serves."""
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]  # as `widemesh experts export` writes it
+
+    def run(self) -> None:
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self.file} is not text; use a file of `widemesh experts export`") from None
+        with self.connect() as client:
+            read_placement_json(text, client.status().layout, str(self.file))  # its errors name the file
+            client.import_placement(text)
+        print(f"{self.address} moves to the placement in {self.file}; `widemesh experts show` says how far it is")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT or [IPV6]:PORT. Raises ConfigError."""
+    try:
+        parts = urllib.parse.urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError as err:
+        raise ConfigError(f"address={address!r} cannot be read ({err}); use HOST:PORT, as 127.0.0.1:50051") from None
+    if not host or not port or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"address={address!r} names no server; use HOST:PORT, as 127.0.0.1:50051")
+    return host, port
