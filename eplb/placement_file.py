@@ -32,7 +32,7 @@ def parse_placement(text: str, layout: ExpertLayout, source: str = "placement") 
     """
     try:
         content = json.loads(text)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ConfigError(f"{source} is not JSON ({err}); use a file that was exported from a placement") from None
     if not isinstance(content, dict) or not isinstance(content.get("slot_owner"), list):
         raise ConfigError(f"{source} has no list slot_owner; write one list of slot owners per layer under that name")

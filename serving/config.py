@@ -190,7 +190,7 @@ class EngineConfig:
         return self.max_num_batched_tokens // self.prefill_ranks
 
     def _check_expert_ranks(self, experts: int) -> None:
-        """Every rank must hold as many experts; those of a decode mesh with redundant ones are the layout's to count."""
+        """Every rank must hold as many experts; on a decode mesh with redundant ones its layout counts."""
         for devices, ranks in (("prefill_devices", self.prefill_ranks), ("decode_devices", self.decode_ranks)):
             is_counted = self.enable_eplb and devices == "decode_devices"
             if experts % ranks and not is_counted:

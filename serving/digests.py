@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from widemesh import __version__
+from widemesh.eplb import EplbConfig
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.serving.config import EngineConfig
 
@@ -27,7 +28,7 @@ def job_digests(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
     fields: dict[str, str] = {}
     for field in dataclasses.fields(EngineConfig):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, EplbConfig):
             fields |= {f"{field.name}.{name}": str(one) for name, one in dataclasses.asdict(value).items()}
         elif field.name not in _OWN:
             fields[field.name] = str(value)

@@ -12,7 +12,7 @@ import queue
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -30,15 +30,17 @@ from widemesh.serving.agreement import Agreement, step_schema
 from widemesh.serving.compile_cache import enable_compile_cache
 from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.delta_stream import DeltaStream
 from widemesh.serving.device import DeviceEngine
 from widemesh.serving.digests import job_digests
+from widemesh.serving.engine_calls import EngineError
 from widemesh.serving.engine_request import Request
 from widemesh.serving.expert_control import ExpertControl
 from widemesh.serving.expert_mover import ExpertMover
 from widemesh.serving.job import Job, JobEnd
 from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
 from widemesh.serving.live_experts import TARGET, LiveExperts
-from widemesh.serving.loop import EngineError, EngineLoop, WeightUpdate
+from widemesh.serving.loop import EngineLoop, WeightUpdate
 from widemesh.serving.mailbox import Mailbox, on_the_spot
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
 from widemesh.serving.memory_plan import plan_memory
@@ -148,7 +150,9 @@ class Engine:
             self.share, scheduler, self.device, self._forget, self.metrics, agreement, self._end_loop,
             () if self._reshuffler is None else (self._reshuffler,),
         )  # fmt: skip
-        self.experts: ExpertControl = LiveExperts(self._loop, self.device.decode, self._reshuffler)
+        self.experts: ExpertControl = LiveExperts(
+            self._loop, self.device.decode, self._reshuffler, config.eplb.window_size
+        )
         if self.job.failure:
             self._loop.lose(EngineError(self.job.failure))
 
@@ -514,41 +518,6 @@ class Engine:
         if any(completion.finish_reason is FinishReason.ERROR for completion in done):
             _log.error("some requests ended with an error; see finish_reason")
         return done
-
-
-class DeltaStream(AsyncIterator[Delta]):
-    """Deltas of one request. Leaving the iteration early, by `aclose` or by cancellation, aborts the request."""
-
-    def __init__(self, samples: Samples, arrived: asyncio.Queue[Delta], abort: Callable[[str], None]):
-        self.request_id = samples.request_id
-        self._samples, self._arrived, self._abort = samples, arrived, abort
-        self._is_done = False
-
-    def __aiter__(self) -> DeltaStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._is_done:
-            raise StopAsyncIteration
-        delta = None
-        while delta is None:  # one that comes after its sample's end is nobody's
-            try:
-                delta = self._samples.take(await self._arrived.get())
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-        self._is_done = self._samples.is_done
-        return delta
-
-    async def aclose(self) -> None:
-        """Abort the request unless it has ended."""
-        if not self._is_done:
-            self._is_done = True
-            self._abort(self.request_id)
-
-    def __del__(self) -> None:
-        if not self._is_done:
-            self._abort(self.request_id)
 
 
 def _sample_name(request_id: str, index: int, n: int) -> str:

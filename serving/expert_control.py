@@ -90,5 +90,8 @@ class ExpertControl(Protocol):
         ...
 
     def import_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
-        """Begin to move to this placement. Raises ConfigError if it does not fit, EplbBusy while experts move."""
+        """Move to this placement, as soon as the control of every process of the engine has been given it.
+
+        Raises ConfigError if it does not fit, EplbBusy while experts move.
+        """
         ...

@@ -34,7 +34,7 @@ class ExpertLoad:
         )
 
     def after(self, load: Int32[Array, "L Q"], record: Int32[Array, ""]) -> ExpertLoad:
-        """With one more step, on one rank. A full ring keeps its rows. `record` is one of the codes of `eplb.window`."""
+        """With one more step, on one rank. A full ring keeps its rows. `record`: a code of `eplb.window`."""
         row = jnp.where(record == FIRST_ROW, 0, self.num_rows[0])
         size = self.ring.shape[1]
         place = jnp.where(record == NOT_RECORDED, size, row)  # past the end = dropped

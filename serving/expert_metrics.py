@@ -42,7 +42,7 @@ class ExpertMetrics:
         models = self._models.copy()
         labels, values = (*self._labels, "model"), tuple(self._labels.values())
         for name, text, figures in (
-            ("widemesh:eplb_balancedness", "Mean rank load / maximum rank load over layers, as last measured; 1 is even.",
+            ("widemesh:eplb_balancedness", "Mean rank load / maximum rank load, as last measured; 1 is even.",
              {name: one.value for name, one in models.items()}),
             ("widemesh:eplb_feasible_balancedness", "What no placement of the last plan's load can exceed.",
              {name: one.feasible for name, one in models.items()}),
@@ -57,8 +57,8 @@ class ExpertMetrics:
         moved = CounterMetricFamily("widemesh:eplb_migrated_bytes", "Weights sent from rank to rank.", labels=labels)
         ended = CounterMetricFamily("widemesh:eplb_rebalances", "Rebalances that have ended.",
                                     labels=(*labels, "result"))  # fmt: skip
-        commits = HistogramMetricFamily("widemesh:eplb_layer_commit_seconds", "From a layer's first copy to its commit.",
-                                        labels=labels)  # fmt: skip
+        commits = HistogramMetricFamily("widemesh:eplb_layer_commit_seconds",
+                                        "From a layer's first copy to its commit.", labels=labels)  # fmt: skip
         for model, one in models.items():
             moved.add_metric((*values, model), one.num_bytes)
             for result, count in one.results.items():

@@ -11,6 +11,7 @@ from jaxtyping import Int32
 from widemesh.eplb import Reshuffler, placement_hash
 from widemesh.eplb.agreed import PAUSE, RESUME, TRIGGER, trigger_after
 from widemesh.eplb.reshuffler import ReshuffleBusy
+from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import EplbBusy, EplbOff, ExpertStatus
 from widemesh.serving.loop import EngineLoop
 from widemesh.serving.mesh_state import MeshState
@@ -21,8 +22,8 @@ TARGET = "target"  # the name of the model whose experts these are
 class LiveExperts:
     """The `ExpertControl` of an engine. `reshuffler` is None where experts stay where they are."""
 
-    def __init__(self, loop: EngineLoop, decode: MeshState, reshuffler: Reshuffler | None):
-        self._loop, self._decode, self._reshuffler = loop, decode, reshuffler
+    def __init__(self, loop: EngineLoop, decode: MeshState, reshuffler: Reshuffler | None, window_size: int):
+        self._loop, self._decode, self._reshuffler, self._window_size = loop, decode, reshuffler, window_size
 
     def status(self) -> ExpertStatus:
         """Placement, load, and what is under way."""
@@ -34,6 +35,9 @@ class LiveExperts:
 
     def rebalance(self, steps: int | None) -> None:
         """Make a plan after `steps` more recorded steps, 32 or the whole window if None."""
+        if steps is not None and not 1 <= steps <= self._window_size:
+            raise ConfigError(f"steps={steps} must be between 1 and window_size={self._window_size}; use one of them, or "
+                              "leave it out")  # fmt: skip
         self._ask(lambda reshuffler: reshuffler.request(TRIGGER if steps is None else trigger_after(steps)))
 
     def pause(self) -> None:

@@ -10,9 +10,7 @@ ranks, says what its plan needs, and dispatches what all of them need (`agreemen
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -21,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Int32, UInt32
 
 from widemesh.eplb.agreed import Agreed
 from widemesh.serving.agreement import Agreement, Part, Step
 from widemesh.serving.config import EngineConfig
+from widemesh.serving.decode_arguments import DecodeArguments
 from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillStep
+from widemesh.serving.engine_calls import EngineCalls
 from widemesh.serving.engine_request import Request
 from widemesh.serving.expert_load import NOT_RECORDED
 from widemesh.serving.mailbox import Letter, Mailbox
@@ -34,7 +33,7 @@ from widemesh.serving.metrics import EngineMetrics, PageCounts
 from widemesh.serving.programs import NOT_FINITE
 from widemesh.serving.request import FinishReason, RequestError, TokenLogprobs
 from widemesh.serving.running_set import RunningSet
-from widemesh.serving.sampling import RowLogprobs, SlotSettings, TallyRow, full_mask
+from widemesh.serving.sampling import RowLogprobs
 from widemesh.serving.scheduling import (
     NO_WRITES,
     Accepted,
@@ -46,7 +45,7 @@ from widemesh.serving.scheduling import (
     StepPlan,
 )
 from widemesh.serving.step_needs import DECODE_ONLY, NOTHING, StepNeeds
-from widemesh.serving.step_work import IDLE, NO_WORK, DecodeWork, StepWork, make_work
+from widemesh.serving.step_work import IDLE, NO_WORK, StepWork, make_work
 from widemesh.serving.structured import ConstraintError
 from widemesh.sharding.ticket import TicketError
 
@@ -79,29 +78,6 @@ class WeightUpdate:
     version: int = 0  # after it; 0 = it was never applied
 
 
-class EngineError(RuntimeError):
-    """The engine is closed or has failed and cannot take requests."""
-
-    def __init__(self, message: str = "the engine is closed or has failed; start a new one"):
-        super().__init__(message)
-
-
-class _Call:
-    """A function for the engine's thread, and what became of it."""
-
-    def __init__(self, function: Callable[[], Any]):
-        self._function = function
-        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.result = self._future.result
-        self.refuse = functools.partial(self._future.set_exception, EngineError())
-
-    def run(self) -> None:
-        try:
-            self._future.set_result(self._function())
-        except Exception as err:  # it is the caller's
-            self._future.set_exception(err)
-
-
 class EngineLoop:
     """Runs until `stop`, or until another process stops. Requests in flight then, and after a defect, end with abort
     or error. `on_end` is called on the loop's thread: with its failure at once, or with None when all is over."""
@@ -120,19 +96,15 @@ class EngineLoop:
         self._reshufflers = reshufflers  # of the models whose experts move; the target model's is the first
         self._config, self._scheduler, self._device = config, scheduler, device
         self._on_finish, self._metrics, self._agreement, self._on_end = on_finish, metrics, agreement, on_end
-        self._settings = SlotSettings(config.max_num_seqs, device.model_config.vocab_size)
         self._in_flight: collections.deque[tuple[DecodePlan | None, DecodeStep]] = collections.deque()
         self._result_s = 0.0  # when the last step's result was there
         self._prefilling: collections.deque[tuple[PrefillPlan[Request] | None, PrefillStep]] = collections.deque()
         self._running = RunningSet(config.max_num_seqs)
-        self._sampling, _ = self._settings.sync(())
+        self._arguments = DecodeArguments(config, device.model_config.vocab_size, self._running)
         self._unsent: set[Mailbox] = set()
         self._reported_requests = -1  # that had ended by the last report on pages
         self._planned: StepPlan[Request] | None = None  # the last plan, if `_work` says all of it
         self._work = NO_WORK
-        self._rows: tuple[DecodePlan, Int32[np.ndarray, "slots"]] | None = None  # of the last plan
-        self._awaits_token = np.zeros(config.max_num_seqs, bool)  # slots whose constraint waits for a result
-        self._any_awaits = False
         self._lock = threading.Lock()
         self._is_resting = False  # set by the engine's thread before it looks for work a last time and sleeps
         self._told_update = False  # whether the other processes know that this one is ready for new weights
@@ -140,7 +112,7 @@ class EngineLoop:
         self._aborts: dict[str, FinishReason] = {}
         self._live: dict[str, Request] = {}
         self._updates: collections.deque[WeightUpdate] = collections.deque()
-        self._calls: collections.deque[_Call] = collections.deque()
+        self._calls = EngineCalls(self.wake)
         self._is_stopping = False
         self.stopped_by = -1  # the process that has ended the job in good order
         self.weights_version = 0
@@ -198,14 +170,7 @@ class EngineLoop:
 
         Raises EngineError if the loop has ended before.
         """
-        call = _Call(function)
-        with self._lock:
-            if self._is_stopping or self.failure is not None:
-                raise EngineError
-            self._calls.append(call)
-        self.wake()
-        result: R = call.result()
-        return result
+        return self._calls.ask(function)
 
     def stop(self) -> None:
         """End everything in flight with abort and wait for the thread, in all processes. May be called twice."""
@@ -250,8 +215,7 @@ class EngineLoop:
         self._send()
         for update in self._updates:
             update.is_over.set()
-        for call in self._calls:
-            call.refuse()
+        self._calls.end()
         for reshuffler in self._reshufflers:
             reshuffler.close()
         self._metrics.step(running=0, waiting=0, prompt_rows=0, step_s=0.0)
@@ -262,7 +226,7 @@ class EngineLoop:
         """Move posted requests and aborts into the scheduler; rest while there is nothing to do. False: stop."""
         if not self._in_flight:  # else the processes are stepping
             self._rest()
-        self._run_calls()
+        self._calls.run()
         with self._lock:
             if self.stopped_by >= 0 or (self._is_stopping and self._agreement.is_alone):
                 return False
@@ -284,7 +248,7 @@ class EngineLoop:
     def _rest(self) -> None:
         """Return when there is a step to take, with the other processes."""
         while not self._agreement.is_stepping and self.stopped_by < 0:
-            self._run_calls()
+            self._calls.run()
             if not self._is_due():
                 self._send()
                 self._is_resting = True
@@ -292,10 +256,6 @@ class EngineLoop:
             self._is_resting = False
             if may_step:
                 return
-
-    def _run_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft().run()
 
     def _is_due(self) -> bool:
         """Whether this process has a reason to take a step."""
@@ -324,14 +284,15 @@ class EngineLoop:
             self._prefill_done(*self._prefilling.popleft())
         if self._updates:
             self._make_way(self._updates[0])
-        hold = self._awaits_token if self._any_awaits else None
         plan = self._scheduler.plan_step(
-            hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT, only_resumed=bool(self._updates)
+            self._arguments.hold, prefill=len(self._prefilling) < _STEPS_IN_FLIGHT, only_resumed=bool(self._updates)
         )
         if plan.preempted:
             self._running.store_times()
         if plan is not self._planned or self._running.constrained:  # it is the same in most steps
-            decode = IDLE if plan.decode is None else self._decode_work(plan.decode)
+            decode = IDLE if plan.decode is None else self._arguments.work(
+                plan.decode, self._scheduler.decode.running()
+            )
             self._work = make_work(plan, decode, self._device)
             self._planned = plan if self._work.needs is DECODE_ONLY else None
         work = self._work
@@ -401,7 +362,7 @@ class EngineLoop:
                    for reshuffler, one in zip(self._reshufflers, agreed.eplb, strict=True)]  # fmt: skip
         if needs.decodes:
             step = self._device.decode_step(
-                work.decode.rows, pages, self._sampling, work.decode.mask,
+                work.decode.rows, pages, self._arguments.sampling, work.decode.mask,
                 record=records[0] if records else NOT_RECORDED,
             )  # fmt: skip
             self._in_flight.append((plan.decode, step))
@@ -446,32 +407,6 @@ class EngineLoop:
                     request.prompt_scores.add(part, request.epoch)
         self._scheduler.prefill_done(plan)
 
-    def _decode_work(self, plan: DecodePlan) -> DecodeWork:
-        running = self._scheduler.decode.running()
-        tallies: tuple[TallyRow, ...] = ()
-        if self._running.sync(running):
-            self._sampling, found = self._settings.sync((r.slot, r.epoch, r) for r in running)
-            tallies = tuple(found)
-        if self._rows is None or self._rows[0] is not plan or self._running.constrained:
-            self._rows = plan, plan.is_active * np.int32(self._config.decode_steps)
-        rows = self._rows[1]
-        mask = self._constrain(plan.is_active, rows) if self._running.constrained else None
-        return DecodeWork(rows=rows, mask=mask, tallies=tallies)
-
-    def _constrain(
-        self, is_active: Bool[np.ndarray, "slots"], rows: Int32[np.ndarray, "slots"]
-    ) -> UInt32[np.ndarray, "slots W"] | None:
-        """Masks of constrained requests, which run a single row and then wait for what it drew."""
-        mask = None
-        for request in self._running.constrained:
-            if request.constraint is not None and is_active[request.slot]:
-                if mask is None:
-                    mask = full_mask(len(rows), self._device.model_config.vocab_size)
-                mask[request.slot] = request.constraint.mask
-                rows[request.slot] = 1
-                self._awaits_token[request.slot] = self._any_awaits = True
-        return mask
-
     def _settle(self, plan: DecodePlan | None, step: DecodeStep) -> None:
         """Take in the result of a step and post its tokens."""
         result = step.wait()
@@ -480,9 +415,7 @@ class EngineLoop:
         self._result_s = now_s
         if plan is None:  # the other processes' step
             return
-        if self._any_awaits:
-            self._awaits_token[plan.is_active] = False
-            self._any_awaits = bool(self._awaits_token.any())
+        self._arguments.settled(plan)
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
         looks = running.to_look_at(accepted, result.end)
         if looks is None:  # one token for everybody, and nothing else to say

@@ -68,7 +68,7 @@ USER_ERRORS = (
     "widemesh.sharding.mesh:MeshError",
     "widemesh.sharding.ticket.errors:TicketError",
     "widemesh.serving.request:RequestError",
-    "widemesh.serving.engine:EngineError",
+    "widemesh.serving.engine_calls:EngineError",
     "widemesh.serving.grpc.client:ServerError",
     "widemesh.pallas_kernels.gpu.toolchain:ToolchainError",
 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import urllib.parse
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from widemesh.eplb import parse_placement
 from widemesh.model.config import ConfigError
 from widemesh.serving.grpc.experts_client import ExpertsClient
-from widemesh.serving.grpc.experts_convert import read_placement_json
+from widemesh.sharding.ticket import TicketError
+from widemesh.sharding.ticket.addresses import split_address
 from widemesh.tools.bench.eplb_plot import check_plotting
 from widemesh.tools.settings import check_output
 
@@ -26,7 +27,10 @@ class ExpertsCommand:
     address: str = "127.0.0.1:50051"  # HOST:PORT of a running server
 
     def __post_init__(self) -> None:
-        split_address(self.address)
+        try:
+            split_address(self.address)
+        except TicketError:
+            raise ConfigError(f"address={self.address!r} names no server; use HOST:PORT, as 127.0.0.1:50051") from None
 
     def connect(self) -> ExpertsClient:
         """A client of the server, to be closed."""
@@ -124,7 +128,10 @@ class Export(ExpertsCommand):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import(ExpertsCommand):
-    """Make a server move its experts to the placement in a file, while it serves."""
+    """Make a server move its experts to the placement in a file, while it serves.
+
+    Give it to each process of an engine that has several; experts move once all have it.
+    """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]  # as `widemesh experts export` writes it
 
@@ -134,18 +141,6 @@ class Import(ExpertsCommand):
         except UnicodeDecodeError:
             raise ConfigError(f"{self.file} is not text; use a file of `widemesh experts export`") from None
         with self.connect() as client:
-            read_placement_json(text, client.status().layout, str(self.file))  # its errors name the file
+            parse_placement(text, client.status().layout, str(self.file))  # its errors name the file
             client.import_placement(text)
         print(f"{self.address} moves to the placement in {self.file}; `widemesh experts show` says how far it is")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT or [IPV6]:PORT. Raises ConfigError."""
-    try:
-        parts = urllib.parse.urlsplit(f"//{address}")
-        host, port = parts.hostname, parts.port
-    except ValueError as err:
-        raise ConfigError(f"address={address!r} cannot be read ({err}); use HOST:PORT, as 127.0.0.1:50051") from None
-    if not host or not port or parts.path or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"address={address!r} names no server; use HOST:PORT, as 127.0.0.1:50051")
-    return host, port

@@ -37,7 +37,8 @@ def _summary(status: ExpertStatus) -> Table:
     table.add_column(style="bold")
     table.add_column()
     ends = ", ".join(f"{count:,} {how}" for how, count in sorted(status.rebalances.items())) or "none"
-    loaded = f"of {status.load_steps:,} steps" if status.load.any() else "none is known yet"
+    steps = "1 step" if status.load_steps == 1 else f"{status.load_steps:,} steps"
+    loaded = f"of {steps}" if status.load.any() else "none is known yet"
     for name, value in (
         (status.model, f"{layout.num_layers} layers, {layout.num_experts} experts and {layout.num_redundant_experts} "
                        f"redundant ones in {layout.num_slots} slots on {layout.ranks} ranks"),

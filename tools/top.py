@@ -97,7 +97,10 @@ def table_of(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold",
                          min_width=13 if is_text else None)  # fmt: skip
     for row in rows:
-        table.add_row(*_cells(row, has_experts=has_experts) if row.error is None else [Text(f"{row.address}\n{row.error}", style="red")])
+        is_known = row.error is None
+        table.add_row(
+            *_cells(row, has_experts=has_experts) if is_known else [Text(f"{row.address}\n{row.error}", style="red")]
+        )
     answered = [row for row in rows if row.error is None]
     if len(answered) > 1:
         table.add_row(

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from widemesh.eplb import ExpertLayout, parse_placement
-from widemesh.model.config import ConfigError
+from widemesh.eplb import ExpertLayout
 from widemesh.serving.expert_control import ExpertStatus
 from widemesh.serving.grpc.protos import experts_pb2 as pb
 
@@ -45,14 +44,6 @@ def read_status(response: pb.GetExpertStatusResponse) -> ExpertStatus:
         load=_read_array(response.load, shape, np.int64), rebalances=dict(response.rebalances),
         **{name: getattr(response, name) for name in _PLAIN},
     )  # fmt: skip
-
-
-def read_placement_json(text: str, layout: ExpertLayout, source: str = "placement") -> Int32[np.ndarray, "L X"]:
-    """The placement in a text from outside, checked for this layout. Raises ConfigError, which begins with `source`."""
-    try:
-        return parse_placement(text, layout, source)
-    except RecursionError:  # lists within lists, a thousand deep
-        raise ConfigError(f"{source} is nested too deeply; write one list of slot owners per layer") from None
 
 
 def _read_array(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from widemesh.eplb import dump_placement, placement_hash
+from widemesh.eplb import dump_placement, parse_placement, placement_hash
 from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import ExpertControl, ExpertControlError
-from widemesh.serving.grpc.experts_convert import read_placement_json, write_status
+from widemesh.serving.grpc.experts_convert import write_status
 from widemesh.serving.grpc.protos import experts_pb2 as pb
 from widemesh.serving.grpc.protos.experts_pb2_grpc import ExpertsServicer
 from widemesh.serving.grpc.servicer import abort
@@ -77,7 +77,7 @@ class ExpertsService(ExpertsServicer):
         self, request: pb.ImportPlacementRequest, context: grpc.aio.ServicerContext
     ) -> pb.ImportPlacementResponse:
         def ask(control: ExpertControl) -> pb.ImportPlacementResponse:
-            owner = read_placement_json(request.placement_json, control.status().layout)
+            owner = parse_placement(request.placement_json, control.status().layout)
             control.import_placement(owner)
             return pb.ImportPlacementResponse(placement_hash=placement_hash(owner))
 

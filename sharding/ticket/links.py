@@ -80,37 +80,39 @@ class Door:
     def _accept(self, missing: set[int], found: dict[int, socket.socket], job: int, deadline_s: float) -> None:
         """Until nobody is missing. Cards are read as they come: a stranger who says nothing holds nobody up."""
         cards: dict[socket.socket, bytes] = {}
-        with contextlib.ExitStack() as stack:
-            selector = stack.enter_context(selectors.DefaultSelector())
-            stack.callback(lambda: [caller.close() for caller in cards])
+        with selectors.DefaultSelector() as selector:
             for listener in self._listeners:
                 listener.setblocking(False)
                 selector.register(listener, selectors.EVENT_READ)
-            while missing:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise TicketTimeout(f"ranks {sorted(missing)} did not connect in time", min(missing))
-                for key, _ in selector.select(left_s):
-                    sock = cast(socket.socket, key.fileobj)
-                    if sock not in cards:
-                        with contextlib.suppress(OSError):  # who has hung up already
-                            caller, _ = sock.accept()
-                            caller.setblocking(False)
-                            cards[caller] = b""
-                            selector.register(caller, selectors.EVENT_READ)
-                        continue
-                    more = _receive(sock, _CALLING_CARD.size - len(cards[sock]))
-                    cards[sock] += more
-                    if more and len(cards[sock]) < _CALLING_CARD.size:
-                        continue
-                    selector.unregister(sock)
-                    rank = _rank_on(cards.pop(sock), job)
-                    if rank not in missing:  # of another job, or no rank at all
-                        sock.close()
-                        continue
-                    missing.remove(rank)
-                    sock.setblocking(True)
-                    found[rank] = no_delay(sock)
+            try:
+                while missing:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise TicketTimeout(f"ranks {sorted(missing)} did not connect in time", min(missing))
+                    for key, _ in selector.select(left_s):
+                        sock = cast(socket.socket, key.fileobj)
+                        if sock not in cards:
+                            with contextlib.suppress(OSError):  # who has hung up already
+                                caller, _ = sock.accept()
+                                caller.setblocking(False)
+                                cards[caller] = b""
+                                selector.register(caller, selectors.EVENT_READ)
+                            continue
+                        more = _receive(sock, _CALLING_CARD.size - len(cards[sock]))
+                        cards[sock] += more
+                        if more and len(cards[sock]) < _CALLING_CARD.size:
+                            continue
+                        selector.unregister(sock)
+                        rank = _rank_on(cards.pop(sock), job)
+                        if rank not in missing:  # of another job, or no rank at all
+                            sock.close()
+                            continue
+                        missing.remove(rank)
+                        sock.setblocking(True)
+                        found[rank] = no_delay(sock)
+            finally:
+                for caller in cards:
+                    caller.close()
 
 
 def no_delay(sock: socket.socket) -> socket.socket:

@@ -48,8 +48,8 @@ def test_state_and_parameters(engine: Engine) -> None:
 
 def test_with_moving_experts(engine_config: EngineConfig) -> None:
     """The arrays of an engine that has compiled nothing."""
-    config = dataclasses.replace(engine_config, enable_eplb=True,
-                                 eplb=EplbConfig(num_redundant_experts=8, window_size=20, step_interval=60))  # fmt: skip
+    eplb = EplbConfig(num_redundant_experts=8, window_size=20, step_interval=60)
+    config = dataclasses.replace(engine_config, enable_eplb=True, eplb=eplb)
     checkpoint = Checkpoint.open(config.model)
     engram_hash = load_engram_hash(checkpoint.config, config.model)
     meshes = make_meshes(config.prefill_devices, config.decode_devices)

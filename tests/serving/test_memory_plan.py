@@ -149,7 +149,7 @@ def test_the_longest_released_prompt_is_planned_without_allocating():
 
 @pytest.mark.parametrize("redundant", [0, 8, 32])
 def test_what_moving_experts_takes(redundant):
-    """A layer's rows of a rank twice, 16 + redundant slots of every layer of a float32 model of 8 ranks, and the ring."""
+    """A layer's rows of a rank twice, the slots of the redundant experts in every layer, and the ring. In float32."""
     model, ranks = PRESETS["tiny-mesh"], 8
     slots, row_bytes = (16 + redundant) // ranks, 3 * model.hidden_size * model.moe_intermediate_size * 4
     eplb = EplbConfig(num_redundant_experts=redundant, window_size=50)

@@ -6,7 +6,6 @@ shapes are slow: `pytest -m slow tests/serving/test_mesh_shapes.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -18,25 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
 
-from widemesh.eplb import build_maps, initial_placement
-from widemesh.model.cache import init_cache, page_layout
-from widemesh.model.checkpoint import Checkpoint
+from tests.serving import mesh_steps as steps
+from tests.serving.mesh_steps import (
+    CHUNK,
+    SETTINGS,
+    Step,
+    check_steps,
+    prompts,
+    reference_draw,
+    reference_logits,
+    settings,
+)  # fmt: skip
 from widemesh.model.forward import ForwardModel
-from widemesh.model.loading import load_parameters, place_parameters, split_model
+from widemesh.model.loading import place_parameters, split_model
 from widemesh.model.numerics import NUMERICS
-from widemesh.model.rope import RopeTables
-from widemesh.model.step import ReplicaMaps, Rows
 from widemesh.serving import SamplingParams
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.memory_plan import plan_memory
-from widemesh.serving.programs import Programs
-from widemesh.serving.sampling import SamplingRows, full_mask, init_tally, sample
+from widemesh.serving.sampling import SamplingRows
 from widemesh.sharding import make_mesh
 
 BESIDE = Path(__file__).parent / "mesh_models.py"
@@ -53,17 +55,6 @@ def _load_models():
 models = _load_models()
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (4, 2))  # (ep, tp)
-SLOTS = 8
-LENGTH = 32  # of every list that the reference runs, so that it is one program
-CHUNK = 8
-# Rows of eight requests in two steps. However they are spread, some ranks have more than others, and some have none:
-# on 8 ranks those of requests 4 and 5 never, that of 1 at first; on 4 the third.
-FIRST, SECOND = (8, 0, 1, 5, 0, 0, 3, 8), (2, 4, 0, 8, 0, 0, 0, 1)
-# Of each request: greedy, or a temperature of its own with filters of its own.
-TEMPERATURE = (0.0, 1.0, 0.5, 1.5, 1.0, 1.0, 0.0, 2.0)
-TOP_K = (0, 0, 5, 20, 0, 0, 0, 2)
-TOP_P = (1.0, 0.5, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0)
-
 slow = pytest.mark.slow
 
 
@@ -79,112 +70,19 @@ def whole(folder: Callable[[str], Path]) -> Callable[[str, str], ForwardModel]:
     return functools.cache(lambda name, numerics: ForwardModel.load(folder(name), NUMERICS[numerics]))
 
 
-def reference_logits(model: ForwardModel, ids: np.ndarray) -> np.ndarray:
-    """Of every position; what follows a token does not change its logits."""
-    return model.logits(np.concatenate([ids, np.zeros(LENGTH - len(ids), np.int32)]))[: len(ids)]
-
-
-def draw(logits, rows, positions, is_active):
-    """Tokens, where no slot has a constraint or a penalty."""
-    mask, tally = full_mask(*logits.shape), jax.tree.map(jnp.asarray, init_tally(*logits.shape))
-    return sample(logits, rows, mask, tally, positions, is_active)[0].tokens
-
-
-_jitted_draw = jax.jit(draw)
-
-
-def reference_draw(logits, rows, positions) -> np.ndarray:
-    """Of rows that are all active. They are filled up, so that it is one program for any number of them."""
-    count, room = len(logits), SLOTS + 1
-    filled = jax.tree.map(lambda x: np.resize(x, (room, *x.shape[1:])), (logits, rows, positions.astype(np.int32)))
-    return np.asarray(_jitted_draw(*filled, np.ones(room, bool)))[:count]
-
-
-def settings(temperature, top_k, top_p, min_p, seed) -> SamplingRows:
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    neutral = SamplingRows.neutral(len(temperature))
-    return dataclasses.replace(
-        neutral, **{name: np.asarray(value, getattr(neutral, name).dtype) for name, value in given.items()}
-    )
-
-
-SETTINGS = settings(TEMPERATURE, TOP_K, TOP_P, np.zeros(8), 100 + np.arange(8))
-
-
-def prompts() -> np.ndarray:
-    return np.random.default_rng(0).integers(3, 500, (8, 2 * CHUNK)).astype(np.int32)
-
-
-def run_on_mesh(
-    folder: Path, model: ForwardModel, ep: int, tp: int, **exchange: Any
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Two steps of the eight requests: logits of all rows, lengths, and a draw from each request's last row."""
-    config, numerics, mesh = model.config, model.numerics, make_mesh(jax.devices()[: ep * tp], tp)
-    programs = Programs(config=config, numerics=numerics, graph=split_model(config)[0], mesh=mesh, max_len=LENGTH,
-                        **exchange)  # fmt: skip
-    spec, everywhere = PartitionSpec("ep"), PartitionSpec()
-
-    def step(parameters, cache, batch, sampling, rope, replicas):
-        merged, context = nnx.merge(programs.graph, parameters), programs._context(batch, rope, replicas, CHUNK)
-        hidden, cache = merged(cache, context)
-        logits = merged.logits(hidden, context)
-        last = jnp.maximum(batch.length - 1, 0)
-        newest = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
-        return logits, draw(newest, sampling, batch.start + batch.length, batch.length > 0), cache
-
-    program = programs._jit(step, (spec, spec, spec, everywhere, everywhere), (spec, spec, spec))
-    checkpoint = Checkpoint.open(folder)
-    owner = initial_placement(programs.expert_layout)
-    parameters = place_parameters(load_parameters(config, numerics, owner, checkpoint.read), mesh)
-    maps = build_maps(owner, config.n_routed_experts, programs.expert_layout.max_copies)
-    replicas = ReplicaMaps(maps.expert_slots, maps.copies)
-    per_rank, width = 8 // ep, LENGTH // 4
-    cache = init_cache(config, page_layout(config, numerics, 4), slots=8, pages=ep * (1 + per_rank * width),
-                       table_pages=width)  # fmt: skip
-    first_page = 1 + np.arange(8) % per_rank * width  # counted on the rank
-    table = (first_page[:, None] + np.arange(width)).astype(np.int32)
-    cache = jax.device_put(dataclasses.replace(cache, table=table), programs.sharding())
-    rope, ids, start, found = RopeTables.build(config, LENGTH), prompts(), np.zeros(8, np.int32), []
-    history_len = model.engram_hash.history_len
-    for lengths in (FIRST, SECOND):
-        length = np.array(lengths, np.int32)
-        part = np.stack([np.resize(one[begin : begin + CHUNK], CHUNK) for one, begin in zip(ids, start, strict=True)])
-        before = np.stack([np.concatenate([np.full(history_len, -1), one])[begin : begin + history_len]
-                           for one, begin in zip(ids, start, strict=True)]).astype(np.int32)  # fmt: skip
-        batch = Rows.of(part, start, length, model.engram_hash.rows(part, before))
-        logits, drawn, cache = program(parameters, cache, jax.tree.map(np.asarray, batch), SETTINGS, rope, replicas)
-        found.append((np.asarray(logits), length, np.asarray(drawn)))
-        start = start + length
-    return found
-
-
-def check_logits_and_draws(folder: Path, model: ForwardModel, ep: int, tp: int, **exchange: Any) -> None:
-    ids, start, compared = prompts(), np.zeros(8, int), 0
-    ends = start + FIRST + np.array(SECOND)
-    wanted = [reference_logits(model, one[:end]) if end else None for one, end in zip(ids, ends, strict=True)]
-    for logits, length, drawn in run_on_mesh(folder, model, ep, tp, **exchange):
-        active = np.flatnonzero(length)
-        for slot in active:
-            one = wanted[slot][start[slot] : start[slot] + length[slot]]
-            difference = np.abs(logits[slot, : length[slot]] - one).max(axis=1) / np.abs(one).max(axis=1)
-            assert difference.max() < 1e-5, (slot, difference)
-            compared += len(one)
-        newest = np.stack([wanted[slot][start[slot] + length[slot] - 1] for slot in active])
-        rows = jax.tree.map(lambda x, active=active: x[active], SETTINGS)
-        own = reference_draw(newest, rows, (start + length)[active])
-        np.testing.assert_array_equal(drawn[active], own)
-        start = start + length
-    assert compared == sum(FIRST) + sum(SECOND)
+def run_on_mesh(folder: Path, numerics: str, ep: int, tp: int, **exchange: Any) -> list[Step]:
+    return steps.run_on_mesh(folder, numerics, make_mesh(jax.devices()[: ep * tp], tp), **exchange)
 
 
 @pytest.mark.parametrize(("ep", "tp"), SHAPES[1:])
 def test_logits_and_draws_are_those_of_one_device(folder, whole, ep, tp):
     """Logits to 1e-5 of the largest of a token; draws with settings of each request's own, wherever it lies."""
-    check_logits_and_draws(folder("small"), whole("small", "plain"), ep, tp)
+    check_steps(run_on_mesh(folder("small"), "plain", ep, tp), whole("small", "plain"))
 
 
 def test_a_ragged_exchange_with_sums_in_order(folder, whole):
-    check_logits_and_draws(folder("small"), whole("small", "plain"), 4, 2, exchange="ragged", batch_invariant=True)
+    found = run_on_mesh(folder("small"), "plain", 4, 2, exchange="ragged", batch_invariant=True)
+    check_steps(found, whole("small", "plain"))
 
 
 def test_draws_tell_settings_apart(whole):
@@ -199,20 +97,19 @@ def test_draws_tell_settings_apart(whole):
 @slow
 @pytest.mark.parametrize(("ep", "tp"), SHAPES)
 def test_default_preset(folder, whole, ep, tp):
-    check_logits_and_draws(folder("tiny-mesh"), whole("tiny-mesh", "plain"), ep, tp)
+    check_steps(run_on_mesh(folder("tiny-mesh"), "plain", ep, tp), whole("tiny-mesh", "plain"))
 
 
 @slow
 @pytest.mark.parametrize("numerics", ["kvq", "w8a8"])
-def test_default_preset_with_quantised_values(folder, whole, numerics):
+def test_default_preset_with_quantised_values(folder, numerics):
     """Beside the same program on a mesh of one device: the reference adds up in another order, and a sum that differs
     in its last bit may round to another code, of a cached vector or an activation. With these prompts no cut does that.
     """
-    model = whole("tiny-mesh", numerics)
-    one = run_on_mesh(folder("tiny-mesh"), model, 1, 1)
+    one = run_on_mesh(folder("tiny-mesh"), numerics, 1, 1)
     for ep, tp in ((1, 4), (2, 2)):
         for (logits, length, drawn), (wanted, _, own) in zip(
-            run_on_mesh(folder("tiny-mesh"), model, ep, tp), one, strict=True
+            run_on_mesh(folder("tiny-mesh"), numerics, ep, tp), one, strict=True
         ):
             valid = np.arange(CHUNK) < length[:, None]
             difference = np.abs(logits - wanted).max(axis=2) / np.abs(wanted).max(axis=2)

@@ -14,6 +14,7 @@ import pytest
 
 from widemesh.model.presets import PRESETS
 from widemesh.model.tiny_tokenizer import tiny_tokenizer
+from widemesh.serving.engine_calls import EngineError
 
 FAKE_ENGINE = Path(__file__).parents[1] / "serving" / "grpc" / "fake_engine.py"
 
@@ -24,10 +25,6 @@ def _load_fake() -> Any:
     module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     return module
-
-
-class EngineError(RuntimeError):
-    """Stands for the real engine's error."""
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from widemesh.serving.config import EngineConfig
 from widemesh.serving.request import SamplingParams
 
 if TYPE_CHECKING:
-    from widemesh.serving.engine import DeltaStream
+    from widemesh.serving.delta_stream import DeltaStream
     from widemesh.tools.bench.host_device import HostEngine, StepClock
     from widemesh.tools.bench.host_parts import PartTimer
 

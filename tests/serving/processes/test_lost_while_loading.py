@@ -23,15 +23,15 @@ SIZE = 2
 
 @pytest.fixture
 def loading(folder: Path, settings: dict[str, Any], new_port: Callable[[], int], tmp_path: Path
-            ) -> Iterator[Callable[[], list[tuple[subprocess.Popen[str], Path]]]]:  # fmt: skip
-    """Starts processes that are all at loading, each with the file that it logs to."""
+            ) -> Iterator[Callable[[str], list[tuple[subprocess.Popen[str], Path]]]]:  # fmt: skip
+    """`loading(act)`: processes that are all at loading, as in loading_rank.py, each with the file that it logs to."""
     ranks: list[tuple[subprocess.Popen[str], Path]] = []
 
-    def start() -> list[tuple[subprocess.Popen[str], Path]]:
+    def start(act: str) -> list[tuple[subprocess.Popen[str], Path]]:
         coordinator = f"127.0.0.1:{new_port()}"
         env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONUNBUFFERED": "1"}
         for i in range(SIZE):
-            log, args = tmp_path / f"rank{i}.log", [coordinator, str(SIZE), str(i), json.dumps(settings)]
+            log, args = tmp_path / f"rank{i}.log", [coordinator, str(SIZE), str(i), json.dumps(settings), act]
             with log.open("w") as file:
                 ranks.append((subprocess.Popen([sys.executable, str(RANK), str(folder), *args], env=env, text=True,
                                                stdout=subprocess.PIPE, stderr=file), log))  # fmt: skip
@@ -49,7 +49,7 @@ def loading(folder: Path, settings: dict[str, Any], new_port: Callable[[], int],
 
 def test_the_loss_of_process_0_ends_the_other_with_70(loading) -> None:
     """JAX's coordinator is gone with it; its abort signal does not come first."""
-    (first, _), (second, log) = loading()
+    (first, _), (second, log) = loading("waits")
     first.kill()
     assert second.wait(LOSS_EXIT_S + SLACK_S) == LOST_STATUS
     said = log.read_text()
@@ -58,7 +58,7 @@ def test_the_loss_of_process_0_ends_the_other_with_70(loading) -> None:
 
 
 def test_a_signal_to_one_ends_both_in_order(loading) -> None:
-    ranks = loading()
+    ranks = loading("stumbles")
     ranks[1][0].send_signal(signal.SIGTERM)
     assert [process.wait(LOSS_EXIT_S + SLACK_S) for process, _ in ranks] == [0, 0]
     reason = "rank 1 was told to stop while the model was loading"

@@ -77,7 +77,7 @@ class Rank:
         """So that the loop takes all of them in before the same step."""
         with self.loop._lock:
             self.loop._inbox.extend(requests)
-        self.loop._wake()
+        self.loop.wake()
 
     def request(self, name: str, prompt: np.ndarray, max_tokens: int, **options: Any) -> Request:
         scored = options.pop("scored", False)

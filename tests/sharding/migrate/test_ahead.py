@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from widemesh.pallas_kernels.gpu.aot import compile_ahead
@@ -24,8 +25,10 @@ def nothing_stored():
     """A program that was stored can only be read back where its devices are."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # a process that has compiled before does not look at the setting again
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.skipif(not has_plugin(), reason="needs pip install 'widemesh[aot]'")
