@@ -217,7 +217,6 @@ class Reshuffler:
         """All weights have been replaced, on all processes before the same `act`: begin the layer in flight anew."""
         if self._move is not None:
             self._move.restart()
-            self._said = Report()
 
     def status(self) -> ReshuffleStatus:
         """As of the last step."""

@@ -14,7 +14,8 @@ import jax
 
 from widemesh.sharding.relay import Relay
 
-HEARTBEAT_S = 200  # of JAX's own watch, while it lasts, which may end a process after half of it; a ticket is quicker
+# Of JAX's own watch, while it lasts: it ends a process after half of this at the soonest, later than any ticket.
+HEARTBEAT_S = 200
 _START_S = 300  # for all processes to come
 _LEAVE_S = 600  # for the slowest to have run every program
 

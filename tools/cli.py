@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, Command | Mapping[str, Command]] = {
         "host": Command("widemesh.tools.bench.host:HostBench", "time the engine's own thread at a full batch"),
         "prefill-peer": Command("widemesh.tools.bench.prefill_peer:PrefillPeer", "time one prefill and its floor"),
         "replay": Command("widemesh.tools.bench.replay:Replay", "time a prefill with and without the bounded tail"),
+        "reshuffle": Command("widemesh.tools.bench.reshuffle:ReshuffleBench", "time decode steps while experts move"),
         "ticket": Command("widemesh.tools.bench.ticket:TicketBench", "time what ranks agree on, beside jax's gloo"),
     },
 }

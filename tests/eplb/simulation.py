@@ -66,6 +66,10 @@ class Planner:
         answer, self._answer = self._answer, None
         return answer.value()
 
+    @property
+    def is_idle(self):
+        return self._answer is None
+
     def cancel(self):
         self._answer = None
 

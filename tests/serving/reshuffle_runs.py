@@ -34,7 +34,7 @@ RANKS = 8
 DEVICES = RANKS + 1  # with one for prefill
 # A rank has three slots, and pages for one request of any length: with three, some are preempted.
 COMMON: dict[str, Any] = {
-    "numerics": "plain", "max_model_len": 64, "max_num_seqs": 3 * RANKS, "max_num_batched_tokens": 8, "page_size": 4,
+    "numerics": "plain", "max_model_len": 64, "max_num_seqs": 3 * RANKS, "max_num_batched_tokens": 32, "page_size": 4,
     "num_pages": 17, "reserve_output_tokens": 1, "replay_prefix": "exact", "replay_tail": "full",
     "prefill_devices": 1, "decode_devices": RANKS,
 }  # fmt: skip
@@ -50,8 +50,8 @@ LIMIT_S = 1200  # for one engine
 def request(index: int) -> tuple[np.ndarray, SamplingParams]:
     """One of the list, the same in every engine."""
     rng = np.random.default_rng((17, index))
-    prompt = rng.integers(3, 400, rng.integers(1, 32)).astype(np.int32)
-    return prompt, SamplingParams(temperature=0.0, max_tokens=int(rng.integers(2, 32)), ignore_eos=True)
+    prompt = rng.integers(3, 400, rng.integers(1, 31)).astype(np.int32)
+    return prompt, SamplingParams(temperature=0.0, max_tokens=int(rng.integers(4, 33)), ignore_eos=True)
 
 
 class Watch:
@@ -126,6 +126,9 @@ def force(engine: Engine, count: int, rng: np.random.Generator, found: Forced) -
             found.imported += 1
         except EplbBusy:
             found.refused += 1
+    experts.pause()
+    while experts.status().phase != "idle":
+        time.sleep(0.01)
 
 
 async def serve(engine: Engine, *, is_over: threading.Event | None = None, count: int = 0) -> list[list[int]]:
