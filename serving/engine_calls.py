@@ -25,6 +25,11 @@ class EngineCalls:
         self._waiting: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
         self._is_over = False
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._waiting)
+
     def ask[R](self, function: Callable[[], R]) -> R:
         """Have it run, and return what it returns or raise what it raises. EngineError if nobody runs it any more."""
         answer: concurrent.futures.Future[R] = concurrent.futures.Future()

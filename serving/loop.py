@@ -251,7 +251,9 @@ class EngineLoop:
             self._calls.run()
             if not self._is_due():
                 self._send()
-                self._is_resting = True
+                self._is_resting = True  # from here on, whoever asks for something wakes this thread
+                if self._calls.are_waiting:
+                    continue
             may_step = self._agreement.rest(self._is_due)
             self._is_resting = False
             if may_step:

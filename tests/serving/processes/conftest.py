@@ -58,7 +58,7 @@ class Served:
     def __init__(self, folder: Path, log_file: Path, settings: Mapping[str, object]):
         own = dict(settings)
         folder = own.pop("model", folder)  # type: ignore[assignment]
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+        flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in own.items()]
         devices = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
         self.port = 0
         self._log_file = log_file
