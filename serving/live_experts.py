@@ -36,8 +36,8 @@ class LiveExperts:
     def rebalance(self, steps: int | None) -> None:
         """Make a plan after `steps` more recorded steps, 32 or the whole window if None."""
         if steps is not None and not 1 <= steps <= self._window_size:
-            raise ConfigError(f"steps={steps} must be between 1 and window_size={self._window_size}; use one of them, or "
-                              "leave it out")  # fmt: skip
+            raise ConfigError(f"steps={steps} must be between 1 and window_size={self._window_size}; use one "
+                              "of them, or leave it out")  # fmt: skip
         self._ask(lambda reshuffler: reshuffler.request(TRIGGER if steps is None else trigger_after(steps)))
 
     def pause(self) -> None:

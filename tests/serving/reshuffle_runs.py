@@ -4,8 +4,9 @@ As a program, in a process with more virtual devices than the tests have,
 
     python reshuffle_runs.py FOLDER RESHUFFLES
 
-prints one JSON object: what each of `SETTINGS` came to, with a model that it writes to FOLDER. Requests are a fixed list without an end, all greedy; an engine
-takes as many of them as it needs until its reshuffles are over, and the one without EPLB as many as any of the others.
+prints one JSON object: what each of `SETTINGS` came to, with a model that it writes to FOLDER. Requests are a fixed
+list without an end, all greedy; an engine takes as many of them as it needs until its reshuffles are over, and the one
+without EPLB as many as any of the others.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
-
 from expert_tags import Tags, any_placement, experts_of
+from flax import nnx
 from reshuffle_model import write_model
+
 from widemesh.eplb import EplbConfig
 from widemesh.serving import Engine, EngineConfig, SamplingParams
 from widemesh.serving.device import DeviceEngine
@@ -44,6 +45,7 @@ SETTINGS: dict[str, tuple[int | None, bool]] = {
 }  # fmt: skip
 # So many requests with at most so many of them under way, by turns: idle ranks, full slots, and one after the other.
 LEVELS = np.repeat((3, 24, 9, 1, 16), (3, 30, 8, 2, 15))
+LEAST = 40  # requests of an engine, enough for full slots
 LIMIT_S = 1200  # for one engine
 
 
@@ -112,12 +114,13 @@ class Forced:
 
 def force(engine: Engine, count: int, rng: np.random.Generator, found: Forced) -> None:
     """Until so many have been committed: imports of random placements and early plans, by turns at random moments."""
-    end_s, experts = time.monotonic() + LIMIT_S, engine.experts
+    end_s, experts, turn = time.monotonic() + LIMIT_S, engine.experts, 0
     while (status := experts.status()).rebalances["committed"] < count:
         if time.monotonic() > end_s or not engine.is_alive:
             raise TimeoutError(f"{status.rebalances} of {count}; {status.phase}, {status.last_failure}")
         time.sleep(rng.exponential(0.03))
-        if rng.random() < 0.3:
+        turn += 1
+        if turn % 3 == 0:
             experts.rebalance(int(rng.integers(1, 8)))
             found.asked += 1
             continue
@@ -131,8 +134,8 @@ def force(engine: Engine, count: int, rng: np.random.Generator, found: Forced) -
         time.sleep(0.01)
 
 
-async def serve(engine: Engine, *, is_over: threading.Event | None = None, count: int = 0) -> list[list[int]]:
-    """Tokens of the list's first requests: `count` of them, or as many as begin until it is over."""
+async def serve(engine: Engine, count: int, is_over: threading.Event | None = None) -> list[list[int]]:
+    """Tokens of the list's first requests: `count` of them, and those that begin until it is over."""
     running: set[asyncio.Task[None]] = set()
     tokens: list[list[int]] = []
 
@@ -141,7 +144,7 @@ async def serve(engine: Engine, *, is_over: threading.Event | None = None, count
         async for delta in engine.stream(prompt, sampling):
             tokens[index] += delta.token_ids.tolist()
 
-    while (not is_over.is_set()) if is_over is not None else len(tokens) < count:
+    while len(tokens) < count or (is_over is not None and not is_over.is_set()):
         level = LEVELS[len(tokens) % len(LEVELS)]
         while len(running) >= level:
             _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -172,15 +175,14 @@ def open_engine(folder: Path, redundant: int | None, is_invariant: bool) -> Engi
 
 
 def run(folder: Path, name: str, reshuffles: int, least: int) -> dict[str, Any]:
-    """One engine; `least` requests if nothing is to be forced."""
+    """One engine, with `least` requests at the least."""
     redundant, is_invariant = SETTINGS[name]
     start_s, cpu_s = time.monotonic(), time.process_time()
     with open_engine(folder, redundant, is_invariant) as engine:
         open_s = time.monotonic() - start_s
-        preempted: set[int] = set()
         found: dict[str, Any] = {}
         if redundant is None:
-            tokens = asyncio.run(serve(engine, count=least))
+            tokens = asyncio.run(serve(engine, least))
         else:
             watch, forced, is_over = Watch(engine), Forced(), threading.Event()
             failure: list[BaseException] = []
@@ -195,7 +197,7 @@ def run(folder: Path, name: str, reshuffles: int, least: int) -> dict[str, Any]:
 
             forcing = threading.Thread(target=thread)
             forcing.start()
-            tokens = asyncio.run(serve(engine, is_over=is_over))
+            tokens = asyncio.run(serve(engine, least, is_over))
             forcing.join()
             if failure:
                 raise failure[0]
@@ -220,8 +222,8 @@ def main(folder: Path, reshuffles: int, names: list[str]) -> dict[str, Any]:
     write_model(folder)
     results: dict[str, Any] = {}
     for name in names:
-        most = max((len(one["tokens"]) for one in results.values()), default=60)
-        results[name] = run(folder, name, reshuffles, most)
+        taken = max((len(one["tokens"]) for one in results.values()), default=0)
+        results[name] = run(folder, name, reshuffles, taken if name == "off" else LEAST)
         brief = {key: value for key, value in results[name].items() if key != "tokens"}
         print(f"{name}: {len(results[name]['tokens'])} requests, {brief}", file=sys.stderr, flush=True)
     most = max(len(one["tokens"]) for one in results.values())

@@ -159,6 +159,35 @@ def test_a_flipped_bit_is_counted_and_a_new_start_heals_it(mover: ExpertMover, d
     assert stage(mover, migration) == 0
 
 
+def test_a_slow_commit_does_not_meet_the_next_layers_rows(
+    mover: ExpertMover, device: DeviceEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next layer's copies are dispatched while the commit still waits to read the staging area."""
+    state, hand = device.decode, mover._hand
+    slow = jax.jit(_after_a_while, out_shardings=state.replicated)
+    wanted, owner, overtaken = any_placement(device, 9), state.slot_owner.copy(), 0
+    plan = plan_migration(owner, wanted, state.layout)
+    slow(plan.layers[0].commit).block_until_ready()  # compiled
+    for migration in plan.layers:
+        for part in migration.slices(mover.rows):
+            mover.copy(migration.layer, part)
+        owner = owner.copy()
+        owner[migration.layer] = migration.slot_owner
+        with monkeypatch.context() as patch:
+            patch.setattr(mover, "_hand", lambda index: slow(hand(index)))
+            mover.commit(migration, owner)
+        made = mover._live(migration.layer)["w1"]
+        overtaken += not made.is_ready()
+    assert overtaken > len(plan.layers) // 2
+    check_as_loaded(device, checkpoint)
+
+
+def _after_a_while(index: jax.Array) -> jax.Array:
+    """The same, some 50 ms later."""
+    busy = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.eye(256))
+    return index + (busy[0, 0] > 2).astype(jnp.int32)
+
+
 def test_a_call_that_raises_changes_nothing(
     mover: ExpertMover, device: DeviceEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
     compiled: CompileCounter,

@@ -198,9 +198,10 @@ def fail(engine: Engine, patch: pytest.MonkeyPatch, *, call: str) -> str:
 
 
 FAILURES = {
-    "a changed row": corrupt, "rows that never arrive": never_arrive, "copies fail": functools.partial(fail, call="copy"),
-    "comparisons fail": functools.partial(fail, call="verify"), "commits fail": functools.partial(fail, call="commit"),
-}  # fmt: skip
+    "a changed row": corrupt,
+    "rows that never arrive": never_arrive,
+    **{f"{call} fails": functools.partial(fail, call=call) for call in ("copy", "verify", "commit")},
+}
 
 
 @pytest.mark.parametrize("name", FAILURES)

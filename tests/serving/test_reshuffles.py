@@ -55,18 +55,17 @@ def check(found: dict[str, Any], folder: Path, name: str, reshuffles: int) -> No
     assert one["problems"] == []
     assert one["compiles"] == off["compiles"] == 0
     assert one["rebalances"]["committed"] >= reshuffles and one["rebalances"]["abandoned"] == 0, one["last_failure"]
-    assert 0 < one["imported"] and 0 < one["asked"]
+    assert one["imported"] > 0 and one["asked"] > 0
     assert one["commits"] > reshuffles and one["moved_rows"] == one["least_rows"] > reshuffles
     # Steps were taken in the middle of migrations, with many of the placements on the way.
     assert one["migrating_dispatches"] > reshuffles and one["versions"] > reshuffles
-    assert one["preemptions"] > 0
     check_tokens(found, folder, name)
 
 
 def check_tokens(found: dict[str, Any], folder: Path, name: str) -> None:
     """Equal; with sums in any order, and where a preempted request's rows ran in a prefill, but for near ties."""
     tokens, wanted = found[name]["tokens"], found["off"]["tokens"]
-    assert len(tokens) > 20
+    assert 40 <= len(tokens) <= len(wanted)
     ties = []
     for prompt, one, other in zip(found["prompts"], tokens, wanted[: len(tokens)], strict=False):
         if one == other:
@@ -88,6 +87,7 @@ def test_reshuffles_change_no_token(tmp_path: Path) -> None:
     for name in ("0", "8", "32"):
         check(found, folder, name, each)
         assert found[name]["tokens"] == found["off"]["tokens"][: len(found[name]["tokens"])]
+    assert sum(found[name]["preemptions"] for name in ("0", "8", "32")) > 0
 
 
 @pytest.mark.slow

@@ -55,12 +55,11 @@ class ReshuffleBench:
             raise ConfigError("slice_rows= is empty; give at least one number")
         if not self.skew >= 0:
             raise ConfigError(f"skew={self.skew:g} must not be negative; use 0 or more")
-        if self.slots < 1 or self.slots % self.ranks:
-            raise ConfigError(f"slots={self.slots} must be a multiple of ranks={self.ranks}; use {self.ranks} or more")
         for rows in self.slice_rows:
-            self.eplb(rows).layout(
-                num_layers=1, num_experts=PRESETS[self.preset].n_routed_experts, ranks=self.ranks
-            )  # fmt: skip
+            self.eplb(rows).layout(num_layers=1, num_experts=PRESETS[self.preset].n_routed_experts, ranks=self.ranks)
+        if self.slots < 1 or self.slots % self.ranks:
+            raise ConfigError(f"slots={self.slots} must be a multiple of ranks={self.ranks}; use "
+                              f"{max(1, -(-self.slots // self.ranks)) * self.ranks}")  # fmt: skip
 
     def eplb(self, slice_rows: int) -> EplbConfig:
         """Settings of an engine that plans when it is asked to. Raises ConfigError."""
@@ -69,7 +68,8 @@ class ReshuffleBench:
 
     def run(self) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        from widemesh.serving import Engine, EngineConfig
+        from widemesh.serving.config import EngineConfig
+        from widemesh.serving.engine import Engine
         from widemesh.tools.bench.reshuffle_run import Measured, measure, write_skewed
 
         console = Console()
@@ -81,33 +81,38 @@ class ReshuffleBench:
                 console.print(f"slices of {rows} rows: opening an engine on {self.ranks} ranks ...", highlight=False)
                 config = EngineConfig(
                     model=str(folder), numerics="plain", max_model_len=_LONGEST, max_num_seqs=self.slots,
-                    reserve_output_tokens=1, prefill_devices=1, decode_devices=self.ranks, enable_eplb=True,
-                    eplb=self.eplb(rows),
+                    max_num_batched_tokens=64, reserve_output_tokens=1, prefill_devices=1, decode_devices=self.ranks,
+                    enable_eplb=True, eplb=self.eplb(rows),
                 )  # fmt: skip
                 with Engine(config) as engine:
                     found[rows] = measure(engine, rebalances=self.rebalances, stretch=self.stretch)
         first = found[self.slice_rows[0]]
         console.print(self._table(found))
         console.print(
-            f"balancedness of {self.window} steps: {first.before:.3f} with every expert once and the first "
-            f"{self.redundant} twice; planned {first.planned:.3f}, then {first.after:.3f}", highlight=False,
-            soft_wrap=True,
+            f"balancedness with {self.redundant} redundant experts, of the sums of {self.window} steps: "
+            f"{first.sums_before:.3f}, planned {first.planned:.3f}, then {first.sums_after:.3f}; of the steps one by "
+            f"one: {first.before:.3f}, then {first.after:.3f}", highlight=False, soft_wrap=True,
         )  # fmt: skip
         times = {rows: _times(one) for rows, one in found.items()}
         print(json.dumps(times[self.slice_rows[0]] | {
             "rows_per_rebalance": first.rows_per_rebalance, "least_rows": first.least_rows,
-            "bytes_per_rebalance": first.rows_per_rebalance * first.row_bytes,
-            "skewed": {"before": round(first.before, 4), "after": round(first.after, 4),
-                       "planned": round(first.planned, 4), "redundant": self.redundant},
+            "bytes_per_rebalance": round(first.rows_per_rebalance * first.row_bytes),
+            "skewed": {
+                **{name: round(getattr(first, name), 4)
+                   for name in ("before", "after", "planned", "sums_before", "sums_after")},
+                "redundant": self.redundant,
+            },
             "by_slice_rows": {str(rows): one for rows, one in times.items()},
         }), flush=True)  # fmt: skip
 
     def _table(self, found: dict[int, Any]) -> Table:
-        table = Table(title=f"decode steps of {self.slots} slots on {self.ranks} ranks, {self.preset}, milliseconds",
-                      caption="an expert's row in one layer has "
-                      f"{next(iter(found.values())).row_bytes:,} bytes; least: no way to move has fewer rows")  # fmt: skip
-        for name in ("rows a slice", "undisturbed", "P99", "migrating", "P99", "steps", "s per rebalance",
-                     "rows per rebalance", "least"):  # fmt: skip
+        row_bytes = next(iter(found.values())).row_bytes
+        table = Table(
+            title=f"decode steps of {self.slots} slots on {self.ranks} ranks, {self.preset}, milliseconds",
+            caption="slice: rows that a rank sends between two steps; still, moving: medians; steps: while experts "
+            f"moved; seconds, rows: of a rebalance; least: no other way has fewer; a row: {row_bytes:,} bytes",
+        )  # fmt: skip
+        for name in ("slice", "still", "P99", "moving", "P99", "steps", "seconds", "rows", "least"):
             table.add_column(name, justify="right")
         for rows, one in found.items():
             times = _times(one)

@@ -16,7 +16,8 @@ import numpy as np
 
 from widemesh.eplb.plan import Plan
 from widemesh.model.config import ModelConfig
-from widemesh.serving import Engine, SamplingParams
+from widemesh.serving.engine import Engine
+from widemesh.serving.request import SamplingParams
 
 _LIMIT_S = 600  # for anything that is waited for
 _WARM_STEPS = 5
@@ -33,9 +34,13 @@ class Measured:
     rows_per_rebalance: float
     least_rows: float
     row_bytes: int
-    before: float  # balancedness of a window with the first placement, as the engine counted it
-    planned: float
+    # Balancedness of a window with the first placement, and of one with the plan: as the engine has it, from the
+    # busiest rank of each step, and of the window's sums, without the chance of a single step.
+    before: float
     after: float
+    sums_before: float
+    sums_after: float
+    planned: float  # of the first window's sums with the plan
 
 
 def write_skewed(folder: Path, config: ModelConfig, skew: float) -> None:
@@ -66,7 +71,7 @@ class _Steps:
         self.seconds: dict[str, list[float]] = {"idle": [], "planning": [], "migrating": []}
         self.count = 0
         self.plans: list[Plan] = []
-        self.windows: list[float] = []  # their balancedness
+        self.windows: list[tuple[float, float]] = []  # balancedness of their steps, and of their sums
         self.rebalance_s: list[float] = []
         self.num_ended = 0
         reshuffler = engine._reshuffler
@@ -92,7 +97,8 @@ class _Steps:
 
         def on_window(found: Any, steps: int) -> None:
             window_read(found, steps)
-            self.windows.append(found.balancedness)
+            by_rank = found.load_by_slot.reshape(len(found.load_by_slot), reshuffler.layout.ranks, -1).sum(axis=2)
+            self.windows.append((found.balancedness, float(by_rank.mean(axis=1).sum() / by_rank.max(axis=1).sum())))
 
         def on_end(plan: Plan | None, layers: int, seconds: float) -> None:
             arrived(plan, layers, seconds)
@@ -100,10 +106,9 @@ class _Steps:
                 self.rebalance_s.append(seconds)
             self.num_ended += 1
 
-        replaced = ((device, "decode_step", dispatched), (metrics, "device_step", settled), (figures, "planned", on_plan),
-                    (figures, "window_read", on_window), (figures, "arrived", on_end))  # fmt: skip
-        for owner, name, method in replaced:
-            setattr(owner, name, method)
+        device.decode_step, metrics.device_step = dispatched, settled  # type: ignore[method-assign]
+        figures.planned, figures.window_read = on_plan, on_window  # type: ignore[method-assign]
+        figures.arrived = on_end  # type: ignore[method-assign]
 
 
 def measure(engine: Engine, *, rebalances: int, stretch: int) -> Measured:
@@ -130,9 +135,9 @@ def measure(engine: Engine, *, rebalances: int, stretch: int) -> Measured:
         for _ in range(2):  # the second one counts what the first has brought about
             ended(lambda: experts.rebalance(engine.config.eplb.window_size))
         placements.append(experts.status().slot_owner)
-        before, plan, after = steps.windows[0], steps.plans[0], steps.windows[1]
+        (before, sums_before), (after, sums_after), plan = *steps.windows, steps.plans[0]
         if (placements[0] == placements[1]).all():
-            raise RuntimeError(f"the plan moves nothing: balancedness is {before:.3f}, and {plan.after:.3f} is planned")
+            raise RuntimeError(f"the plan moves nothing: balancedness {plan.before:.3f}, planned {plan.after:.3f}")
         for seen in (*steps.seconds.values(), steps.rebalance_s):
             seen.clear()
         start = experts.status()
@@ -146,7 +151,7 @@ def measure(engine: Engine, *, rebalances: int, stretch: int) -> Measured:
         rows_per_rebalance=(end.moved_rows - start.moved_rows) / rebalances,
         least_rows=(end.least_rows - start.least_rows) / rebalances,
         row_bytes=(end.moved_bytes - start.moved_bytes) // (end.moved_rows - start.moved_rows),
-        before=before, planned=plan.after, after=after,
+        before=before, after=after, sums_before=sums_before, sums_after=sums_after, planned=plan.after,
     )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from widemesh.eplb.placement_file import dump_placement
 from widemesh.serving.expert_control import ExpertStatus
 from widemesh.serving.grpc.experts_client import ExpertsClient
 
-_spec = importlib.util.spec_from_file_location("widemesh_test_expert_tags", Path(__file__).parents[1] / "expert_tags.py")
+_file = Path(__file__).parents[1] / "expert_tags.py"
+_spec = importlib.util.spec_from_file_location("widemesh_test_expert_tags", _file)
 assert _spec is not None and _spec.loader is not None
 tags = sys.modules.setdefault(_spec.name, importlib.util.module_from_spec(_spec))
 _spec.loader.exec_module(tags)
