@@ -8,7 +8,7 @@ from widemesh.eplb.layout import ExpertLayout
 from widemesh.eplb.maps import ExpertMaps, build_maps, choose_slot
 from widemesh.eplb.migration import LayerMigration, MigrationPlan, TransferSlice, plan_migration
 from widemesh.eplb.mover import LoadReading, Mover, Reading, Verifying
-from widemesh.eplb.placement import check_placement, initial_placement, initial_slot_owner, placement_hash
+from widemesh.eplb.placement import check_placement, hash_text, initial_placement, initial_slot_owner, placement_hash
 from widemesh.eplb.placement_file import dump_placement, parse_placement, read_placement
 from widemesh.eplb.plan import Plan, make_plan
 from widemesh.eplb.planner import ChildPlanner, Planner, PlannerError

@@ -45,6 +45,7 @@ class LayerMove:
 
     def restart(self) -> None:
         """What was copied is worthless: begin anew."""
+        self._mover.begin(self.migration.layer)
         self.is_staged = not len(self.migration.transfers)
         self._slices: Iterator[TransferSlice] = self.migration.slices(self._slice_rows)
         self._verifying: Verifying | None = None

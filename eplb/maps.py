@@ -38,8 +38,12 @@ def build_maps(slot_owner: Int32[np.ndarray, "L X"], num_experts: int, max_copie
     return ExpertMaps(slot_owner=slot_owner, expert_slots=slots, copies=copies)
 
 
-def choose_slot(row: Int32[np.ndarray, "T"], expert: Int32[np.ndarray, "T"], slots: Int32[np.ndarray, "E C"],
-                copies: Int32[np.ndarray, "E"]) -> Int32[np.ndarray, "T"]:  # fmt: skip
-    """The slot that serves each row of one layer: by a hash of its number over all ranks. Expert -1 gives slot -1."""
-    turn = (row.astype(np.uint64) * replica_hash.FACTOR % (1 << 32) % copies[expert].astype(np.uint64)).astype(np.int32)
+def choose_slot(row: Int32[np.ndarray, "T"], position: Int32[np.ndarray, "T"], expert: Int32[np.ndarray, "T"],
+                slots: Int32[np.ndarray, "E C"], copies: Int32[np.ndarray, "E"]) -> Int32[np.ndarray, "T"]:  # fmt: skip
+    """The slot that serves each row of one layer: by a hash of its number over all ranks, its position and its expert.
+
+    Expert -1 gives slot -1.
+    """
+    given = (x.astype(np.uint32) for x in (row, position, expert, copies[expert]))
+    turn = replica_hash.copy_turn(*given).astype(np.int32)
     return np.where(expert < 0, -1, slots[expert, turn])

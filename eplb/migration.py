@@ -46,13 +46,6 @@ class LayerMigration:
     transfers: Int32[np.ndarray, "n 2"]
     commit: Int32[np.ndarray, "R Q"]
 
-    @property
-    def num_local_copies(self) -> int:
-        """Slots whose row comes from another row of the same rank."""
-        quota = self.commit.shape[1]
-        changed = self.commit != np.arange(quota)
-        return int(changed.sum()) - len(self.transfers)
-
     def slices(self, rows: int) -> Iterator[TransferSlice]:
         """The transfers, so that no rank sends or receives more than `rows` rows in a slice.
 
@@ -90,25 +83,27 @@ class MigrationPlan:
         """Rows that go from one rank to another."""
         return sum(len(one.transfers) for one in self.layers)
 
-    @property
-    def num_local_copies(self) -> int:
-        return sum(one.num_local_copies for one in self.layers)
-
 
 def plan_migration(old: Int32[np.ndarray, "L X"], wanted: Int32[np.ndarray, "L X"], layout: ExpertLayout,
                    order: Int32[np.ndarray, "n"] | None = None) -> MigrationPlan:  # fmt: skip
     """What must move for `wanted` to follow `old`; layers in `order`, or all that differ from the first on.
 
-    A pure function: every host comes to the same plan. Layers that do not differ are left out.
+    A pure function: every host comes to the same plan. Raises ValueError as `layers_to_move` does.
     """
-    differs = (old != wanted).any(1)
-    layers = [int(x) for x in (np.arange(len(old)) if order is None else order) if differs[x]]
-    if order is not None and set(np.flatnonzero(differs)) != set(layers):
-        raise ValueError("the order must name every layer that differs")
     return MigrationPlan(
-        layers=tuple(plan_layer(x, old[x], wanted[x], layout) for x in layers),
+        layers=tuple(plan_layer(x, old[x], wanted[x], layout) for x in layers_to_move(old, wanted, order)),
         least_transfers=count_arrivals(old, wanted, layout),
     )
+
+
+def layers_to_move(old: Int32[np.ndarray, "L X"], wanted: Int32[np.ndarray, "L X"],
+                   order: Int32[np.ndarray, "n"] | None = None) -> list[int]:  # fmt: skip
+    """Those that differ, in `order`, or from the first on. Raises ValueError unless `order` names each of them once."""
+    differs = (old != wanted).any(1)
+    layers = [int(x) for x in (np.arange(len(old)) if order is None else order) if differs[x]]
+    if sorted(layers) != np.flatnonzero(differs).tolist():
+        raise ValueError("the order must name every layer that differs, and once")
+    return layers
 
 
 def count_arrivals(old: Int32[np.ndarray, "L X"], wanted: Int32[np.ndarray, "L X"], layout: ExpertLayout) -> int:

@@ -56,8 +56,14 @@ class Mover(Protocol):
     def read_step(self) -> Reading:
         """Dispatch the reading of the newest step's load."""
 
+    def begin(self, layer: int) -> None:
+        """A layer begins to move, or begins anew: no row that was staged before may pass for one of its own.
+
+        A note on the host, which cannot fail.
+        """
+
     def copy(self, layer: int, part: TransferSlice) -> None:
-        """Dispatch the copies of a slice, from live rows to staging rows. No live row changes."""
+        """Dispatch the copies of a slice, from live rows to staging rows, of the layer begun last. No live row changes."""
 
     def verify(self, migration: LayerMigration) -> Verifying:
         """Dispatch the comparison of all rows that the migration stages."""

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from widemesh.eplb.layout import ExpertLayout
-from widemesh.eplb.placement import check_placement, placement_hash
+from widemesh.eplb.placement import as_placement, hash_text, placement_hash
 from widemesh.model.config import ConfigError
 
 _SIZES = ("num_layers", "num_experts", "ranks", "num_redundant_experts")
@@ -19,7 +19,7 @@ _SIZES = ("num_layers", "num_experts", "ranks", "num_redundant_experts")
 def dump_placement(slot_owner: Int32[np.ndarray, "L X"], layout: ExpertLayout) -> str:
     """JSON with the sizes of the layout, one list of owners per layer, and the placement's hash."""
     content: dict[str, Any] = {name: getattr(layout, name) for name in _SIZES}
-    content["hash"] = placement_hash(slot_owner)
+    content["hash"] = hash_text(placement_hash(slot_owner))
     head = json.dumps(content)[:-1]
     layers = ",\n".join(json.dumps(owners) for owners in slot_owner.tolist())
     return f'{head}, "slot_owner": [\n{layers}\n]}}\n'
@@ -38,16 +38,11 @@ def parse_placement(text: str, layout: ExpertLayout, source: str = "placement") 
         raise ConfigError(f"{source} has no list slot_owner; write one list of slot owners per layer under that name")
     for name in _SIZES:
         if content.get(name, getattr(layout, name)) != getattr(layout, name):
-            raise ConfigError(f"{source} was made for {name}={content[name]!r}; it must be {getattr(layout, name)}")
-    try:
-        owner = np.array(content["slot_owner"])
-    except ValueError:
-        lengths = sorted({len(one) if isinstance(one, list) else 1 for one in content["slot_owner"]})
-        raise ConfigError(f"{source} has layers of {' and '.join(map(str, lengths))} slots; every layer must have "
-                          f"{layout.num_slots}") from None  # fmt: skip
-    check_placement(owner, layout, source)
-    owner = owner.astype(np.int32)
-    if content.get("hash", placement_hash(owner)) != placement_hash(owner):
+            raise ConfigError(f"{source} was made for {name}={content[name]!r}; it must be {getattr(layout, name)}: use a "
+                              f"placement of a model with {name}={getattr(layout, name)}")  # fmt: skip
+    owner = as_placement(content["slot_owner"], layout, source)
+    found = hash_text(placement_hash(owner))
+    if content.get("hash", found) != found:
         raise ConfigError(f"{source} does not have the hash that stands in it ({content['hash']!r}); it was changed or "
                           "damaged: export it again, or leave the hash out")  # fmt: skip
     return owner

@@ -20,11 +20,12 @@ class ReshuffleStatus:
     layout: ExpertLayout
     slot_owner: Int32[np.ndarray, "L X"]  # serves now; -1: empty
     placement_hash: int
-    load: Int64[np.ndarray, "L X"]  # that each slot was sent in `load_steps` steps; 0 until some are read
-    load_steps: int  # a window, or one step where none has been read under this placement; 0: nothing is known
-    balancedness: float  # as last measured; 0: nothing is known
+    load: Int64[np.ndarray, "L X"]  # that each slot was sent in `load_steps` steps, all under this `slot_owner`
+    load_steps: int  # a window, or one step where none has been read under this placement; 0: no load is known yet
+    balancedness: float  # as last measured, under an earlier placement perhaps; 0: nothing is known
     feasible: float  # what no placement exceeds under the load of the last plan; 0: there was none
-    phase: str  # "idle", "reading", "planning" or "migrating"
+    phase: str  # "idle", "waiting" (with an import, for the other processes), "reading", "planning" or "migrating"
+    imported_hash: int  # of the placement that was imported here and has not set out; 0: there is none
     layers_done: int  # of the migration under way, committed ones
     layers_total: int  # that it moves; 0 if there is none
     rebalances: Mapping[str, int]  # how many have ended as "committed", "skipped" or "abandoned"

@@ -1,4 +1,4 @@
-"""When load is recorded and when a plan is due, counted in steps that all ranks take together."""
+"""When load is recorded and when a plan is due, counted in decode steps that all ranks take together."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class StepRecord:
 
 
 class LoadWindow:
-    """Counts steps from one trigger to the next and says which of them write which row of the load ring.
+    """Counts decode steps from one trigger to the next and says which of them write which row of the load ring.
 
     `since` is the number of steps since the last trigger. It starts at three quarters of the interval, so that the
-    first plan comes after the last quarter. Every step counts; a dummy one, in which no rank has a token, is not
-    recorded. Only the last `window_size` steps before a trigger are, as the ring has room for no more.
+    first plan comes after the last quarter. Steps that do not decode are none of its business: they have no load and
+    do not count. Only the last `window_size` steps before a trigger are recorded, as the ring has room for no more.
 
     While experts move, `since` waits where recording begins: rows counted under two placements cannot be folded with
-    one. So a window is always of one placement, `since` stays between 0 and the interval whatever becomes of a
-    migration, and `held_steps` says how long it has been waiting.
+    one. So a window is always of one placement, and `since` stays between 0 and the interval whatever becomes of a
+    migration.
 
     A migration that is given up is followed by a wait of one interval, the next in a row of two, then four, and so on;
     after `max_retries` of them `is_disabled` is set, and no step is recorded or triggers until `resume`.
@@ -51,13 +51,12 @@ class LoadWindow:
         self._start = max(self.since, self.interval - config.window_size)  # recording begins when `since` is here
         self.num_steps = 0
         self.num_recorded = 0  # in this window
-        self.held_steps = 0  # waited for a migration, in this interval
         self.num_abandoned = 0  # migrations, in a row
         self.is_disabled = False
         self.is_paused = False
 
-    def step(self, *, is_dummy: bool, is_migrating: bool) -> StepRecord:
-        """Count one step. Both flags must be the same on all ranks. A window of dummy steps alone triggers nothing."""
+    def step(self, *, is_migrating: bool) -> StepRecord:
+        """Count one step that decodes. `is_migrating` must be the same on all ranks."""
         self.num_steps += 1
         is_log_due = self.num_steps % self._config.log_balancedness_interval == 0
         if self.is_disabled or self.is_paused:
@@ -65,10 +64,9 @@ class LoadWindow:
         records = self.since >= self._start
         if records and is_migrating:
             self.since, self.num_recorded = self._start, 0
-            self.held_steps += 1
             return StepRecord(is_log_due=is_log_due)
         ring_row = -1
-        if records and not is_dummy:
+        if records:
             ring_row = self.num_recorded
             self.num_recorded += 1
         self.since += 1
@@ -112,5 +110,5 @@ class LoadWindow:
         self._restart()
 
     def _restart(self) -> None:
-        self.since = self.num_recorded = self.held_steps = 0
+        self.since = self.num_recorded = 0
         self._start = self.interval - self._config.window_size

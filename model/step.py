@@ -139,7 +139,8 @@ class StepContext:
         if self.replicas is None:
             return experts
         rows = self.first_row + jnp.arange(len(experts), dtype=jnp.int32)
-        return choose_slots(experts, rows, self.replicas.expert_slots, self.replicas.copies)
+        positions = self.rows.positions.reshape(-1)
+        return choose_slots(experts, rows, positions, self.replicas.expert_slots, self.replicas.copies)
 
     def record(self, name: str, value: Array) -> None:
         """Record an intermediate under the current prefix."""

@@ -105,7 +105,10 @@ class EngineConfig:
                               f"above layer {model.replay_cut}; use replay_tail='full'")
         check_split(model, self.tensor_parallel_size, self.numerics)
         self._check_expert_ranks(model.n_routed_experts)
-        self.placement(self.expert_layout(model))
+        layout = self.expert_layout(model)
+        if self.enable_eplb:
+            check_slice_rows(self.eplb.slice_rows, layout)
+        self.placement(layout)
 
     def expert_layout(self, model: ModelConfig) -> ExpertLayout:
         """The expert slots of the decode mesh. Raises ConfigError if they do not suit the model and the ranks."""
@@ -203,3 +206,10 @@ class EngineConfig:
         if self.tensor_parallel_size == 1:
             return f"{devices}={getattr(self, devices)}"
         return f"{devices}={getattr(self, devices)} / tensor_parallel_size={self.tensor_parallel_size}"
+
+
+def check_slice_rows(rows: int, layout: ExpertLayout) -> None:
+    """Refuse slices that are larger than a layer: more would never move, only take memory. Raises ConfigError."""
+    if rows > layout.slots_per_rank:
+        raise ConfigError(f"slice_rows={rows} is more than the {layout.slots_per_rank} expert slots that a rank has in a "
+                          f"layer; use 1 to {layout.slots_per_rank}")  # fmt: skip

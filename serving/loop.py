@@ -249,12 +249,15 @@ class EngineLoop:
         """Return when there is a step to take, with the other processes."""
         while not self._agreement.is_stepping and self.stopped_by < 0:
             self._calls.run()
-            if not self._is_due():
+            # Looked at once: a second look may find less, since looking takes in what has become ready, and this thread
+            # would sleep without being known to.
+            is_due = self._is_due()
+            if not is_due:
                 self._send()
                 self._is_resting = True  # from here on, whoever asks for something wakes this thread
                 if self._calls.are_waiting:
                     continue
-            may_step = self._agreement.rest(self._is_due)
+            may_step = self._agreement.rest(_always if is_due else self._is_due)
             self._is_resting = False
             if may_step:
                 return
@@ -505,6 +508,10 @@ class EngineLoop:
             )  # fmt: skip
         rows = 0 if plan.prefill is None else int(plan.prefill.length.sum())
         self._metrics.step(running=self.num_running, waiting=self.num_waiting, prompt_rows=rows, step_s=step_s)
+
+
+def _always() -> bool:
+    return True
 
 
 def _pages(pools: list[PagePool]) -> PageCounts:

@@ -149,6 +149,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     ))  # fmt: skip
     moving = _moving_bytes(model, numerics, of_decode, decode_layout)
     checksums = decode_layout.slots_per_rank * _U32
+    in_slice = config.eplb.slice_rows * (moving + checksums) // decode_layout.slots_per_rank
+    # Rows sent and rows that arrive. On a CPU those of all ranks come in between, as there is no collective for less.
+    slices = 2 if (platform or jax.default_backend()) != "cpu" else 2 + decode_layout.ranks
     tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
     prefill = MeshMemory(
         name="prefill",
@@ -169,6 +172,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
             Part(name="expert load", kind="state", num_bytes=_nbytes(load)),
             *[Part(name="expert staging", kind="state", num_bytes=moving + checksums)] * config.enable_eplb,
             *_step_parts(model, numerics, decode_cache, sizes.decode_rows, of_decode),
+            *[Part(name="expert slice", kind="step", num_bytes=slices * in_slice)] * config.enable_eplb,
             # The rows that a commit makes, while older steps read the old ones.
             *[Part(name="expert commit", kind="step", num_bytes=moving)] * config.enable_eplb,
         ),

@@ -11,10 +11,10 @@ import tyro
 
 from widemesh.eplb import parse_placement
 from widemesh.model.config import ConfigError
-from widemesh.serving.grpc.experts_client import ExpertsClient
+from widemesh.serving.grpc.experts_client import ExpertsClient, check_steps
 from widemesh.sharding.ticket import TicketError
 from widemesh.sharding.ticket.addresses import split_address
-from widemesh.tools.bench.eplb_plot import check_plotting
+from widemesh.tools.plotting import check_plotting
 from widemesh.tools.settings import check_output
 
 _WIDTH = 100  # columns of the tables, at least
@@ -81,9 +81,7 @@ class Rebalance(ExpertsCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None and not 1 <= self.steps < 2**32:
-            raise ConfigError(f"steps={self.steps} must be at least 1, and at most the server's window_size; leave it "
-                              "out for the server's own number")  # fmt: skip
+        check_steps(self.steps)
 
     def run(self) -> None:
         with self.connect() as client:
@@ -119,7 +117,7 @@ class Export(ExpertsCommand):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]  # to write
 
     def run(self) -> None:
-        check_output(self.file)
+        check_output(self.file, "file")
         with self.connect() as client:
             text = client.export_placement()
         self.file.write_text(text, encoding="utf-8")

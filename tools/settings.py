@@ -43,14 +43,17 @@ def parse_with_file[T: _HasEngine](
     return parsed
 
 
-def check_output(out: Path) -> None:
-    """Refuse an output file that could not be written in the end. Raises ConfigError; called before the work."""
-    if out.is_dir():
-        raise ConfigError(f"out={str(out)!r} is a folder; name a file in it")
-    if not out.parent.is_dir():
-        raise ConfigError(f"out={str(out)!r}: its folder does not exist; make it first")
-    if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"out={str(out)!r}: its folder cannot be written to; name a file elsewhere")
+def check_output(path: Path, name: str = "out") -> None:
+    """Refuse an output file that could not be written in the end. Raises ConfigError; called before the work.
+
+    `name` is that of the setting, which the error gives.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{name}={str(path)!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{name}={str(path)!r}: its folder does not exist; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{name}={str(path)!r}: its folder cannot be written to; name a file elsewhere")
 
 
 def find_config(args: Sequence[str]) -> Path | None:

@@ -1,10 +1,9 @@
 """Replica lookup and load count. Both fuse into what stands around them on any device, so there is no other form.
 
-    h = row * 2654435769 mod 2^32
-    slot = expert_slots[expert, h mod copies[expert]]
+    slot = expert_slots[expert, copy_turn(row, position, expert, copies[expert])]    (`replica_hash.py`)
 
-A row's copy of an expert follows from its number alone: no state, nothing to agree on, and neighbouring rows take
-turns. T rows, K experts per row, E experts, C copies at most, X slots counted.
+A row's copy of an expert follows from its number and its position alone: no state, nothing to agree on, and a request
+does not keep to one copy. T rows, K experts per row, E experts, C copies at most, X slots counted.
 """
 
 from __future__ import annotations
@@ -16,15 +15,20 @@ from widemesh.pallas_kernels import replica_hash
 
 
 def choose_slots(
-    experts: Int32[Array, "T K"], rows: Int32[Array, "T"], expert_slots: Int32[Array, "E C"],
-    copies: Int32[Array, "E"],
+    experts: Int32[Array, "T K"], rows: Int32[Array, "T"], positions: Int32[Array, "T"],
+    expert_slots: Int32[Array, "E C"], copies: Int32[Array, "E"],
 ) -> Int32[Array, "T K"]:  # fmt: skip
-    """The slot that serves each row's experts; `rows` are numbers over all ranks. Expert -1 gives slot -1."""
+    """The slot that serves each row's experts; `rows` are numbers over all ranks. Expert -1 gives slot -1.
+
+    `positions` are those of the rows in their sequences.
+    """
     if expert_slots.shape[1] == 1:
         turn = jnp.zeros_like(experts)
     else:
-        hashed = rows.astype(jnp.uint32) * jnp.uint32(replica_hash.FACTOR)
-        turn = (hashed[:, None] % copies[experts].astype(jnp.uint32)).astype(jnp.int32)
+        row, position, expert, most = (
+            x.astype(jnp.uint32) for x in (rows[:, None], positions[:, None], experts, copies[experts])
+        )
+        turn = replica_hash.copy_turn(row, position, expert, most).astype(jnp.int32)
     return jnp.where(experts < 0, -1, expert_slots[experts, turn])
 
 

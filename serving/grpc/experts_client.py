@@ -7,12 +7,14 @@ from typing import Any, Self
 
 import grpc
 
+from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import ExpertStatus
 from widemesh.serving.grpc.client import ServerError, address_of, channel_options, server_error
 from widemesh.serving.grpc.experts_convert import read_status
 from widemesh.serving.grpc.protos import experts_pb2 as pb
 from widemesh.serving.grpc.protos.experts_pb2_grpc import ExpertsStub
 
+_MOST_STEPS = 2**32 - 1  # that the protocol can say
 TIMEOUT_S = 60.0  # a call waits for a step, and the first one of a busy engine may be long
 
 
@@ -41,7 +43,11 @@ class ExpertsClient:
                               "of one version") from None  # fmt: skip
 
     def rebalance(self, steps: int | None = None) -> None:
-        """Make a plan after `steps` more recorded steps; None: after the server's own number of them."""
+        """Make a plan after `steps` more recorded steps; None: after the server's own number of them.
+
+        Raises ConfigError for a number that no window has.
+        """
+        check_steps(steps)
         self._call(self._stub.Rebalance, pb.RebalanceRequest(steps=steps))
 
     def pause(self) -> None:
@@ -71,3 +77,10 @@ class ExpertsClient:
                 raise ServerError(f"{self._address} does not offer widemesh.v1.Experts; it is another server, or one "
                                   "of an older version", code) from None  # fmt: skip
             raise server_error(self._address, code, details, "--address") from None
+
+
+def check_steps(steps: int | None) -> None:
+    """Refuse a number of steps that no server would take. Raises ConfigError."""
+    if steps is not None and not 1 <= steps <= _MOST_STEPS:
+        raise ConfigError(f"steps={steps} must be at least 1, and at most the server's window_size; leave it out for "
+                          "the server's own number")  # fmt: skip

@@ -54,13 +54,36 @@ def test_invalid_placements_make_no_maps():
         build_maps(np.array([[0, 1]], np.int32), 3, 1)
 
 
-def test_rows_spread_over_copies():
-    rows, expert = np.arange(4096), np.zeros(4096, np.int32)
-    counts = {}
-    for copies in (1, 2, 3, 4):
-        chosen = choose_slot(rows, expert, np.array([[10, 11, 12, 13]]), np.array([copies]))
-        counts[copies] = np.bincount(chosen - 10).tolist()
-        if copies == 3:
-            assert chosen[:8].tolist() == [10, 10, 12, 12, 11, 10, 10, 12]
-    assert counts == {1: [4096], 2: [2048, 2048], 3: [1368, 1363, 1365], 4: [1024] * 4}
-    assert choose_slot(rows[:2], np.array([-1, 0]), np.array([[7]]), np.array([1])).tolist() == [-1, 7]
+def turns(rows, positions, expert, copies):
+    """Which of its copies serves each row of one expert."""
+    shape = np.broadcast_shapes(np.shape(rows), np.shape(positions))
+    rows, positions = (np.broadcast_to(x, shape).reshape(-1) for x in (rows, positions))
+    slots = np.tile(np.arange(8, dtype=np.int32), (expert + 1, 1))
+    return choose_slot(rows, positions, np.full(rows.shape, expert), slots, np.full(expert + 1, copies))
+
+
+@pytest.mark.parametrize("copies", range(1, 9))
+@pytest.mark.parametrize("stride", [1, 2, 8, 64, 100])
+@pytest.mark.parametrize("expert", [0, 7, 383])
+def test_rows_spread_over_copies(copies, stride, expert):
+    """At any distance, the one of the first slots of all ranks included: within five deviations of an even share."""
+    count = np.bincount(turns(np.arange(4096) * stride, 17, expert, copies), minlength=copies)
+    even = 4096 / copies
+    assert np.abs(count - even).max() <= 5 * np.sqrt(even * (1 - 1 / copies))
+
+
+def test_a_request_does_not_keep_to_one_copy():
+    count = np.bincount(turns(5, np.arange(4096), 3, 4), minlength=4)
+    assert np.abs(count - 1024).max() <= 5 * np.sqrt(1024 * 3 / 4)
+
+
+def test_experts_of_a_row_choose_independently():
+    """Two experts of two copies each: all four pairs are met equally often."""
+    rows = np.arange(4096)
+    pair = 2 * turns(rows, 9, 3, 2) + turns(rows, 9, 4, 2)
+    assert np.abs(np.bincount(pair, minlength=4) - 1024).max() <= 5 * np.sqrt(1024 * 3 / 4)
+
+
+def test_padding_and_single_slots():
+    two = np.arange(2)
+    assert choose_slot(two, two, np.array([-1, 0]), np.array([[7]]), np.array([1])).tolist() == [-1, 7]

@@ -149,24 +149,35 @@ def test_the_longest_released_prompt_is_planned_without_allocating():
 
 @pytest.mark.parametrize("redundant", [0, 8, 32])
 def test_what_moving_experts_takes(redundant):
-    """A layer's rows of a rank twice, the slots of the redundant experts in every layer, and the ring. In float32."""
+    """A layer's rows of a rank twice, those of a slice, the slots of the redundant experts in every layer, and the ring.
+
+    In float32, with a checksum of four bytes for a row that is on its way.
+    """
     model, ranks = PRESETS["tiny-mesh"], 8
     slots, row_bytes = (16 + redundant) // ranks, 3 * model.hidden_size * model.moe_intermediate_size * 4
-    eplb = EplbConfig(num_redundant_experts=redundant, window_size=50)
+    eplb = EplbConfig(num_redundant_experts=redundant, window_size=50, slice_rows=2)
     with_it = EngineConfig(decode_devices=ranks, enable_eplb=True, eplb=eplb)
     without = dataclasses.replace(with_it, enable_eplb=False, eplb=EplbConfig())
-    found, before = (plan_memory(model, config) for config in (with_it, without))
+    found, before = (plan_memory(model, config, "cpu") for config in (with_it, without))
     assert found.prefill == before.prefill
     on, off = parts(found.decode), parts(before.decode)
     layers, copies = model.num_hidden_layers, min(redundant + 1, 8)
     assert model.n_routed_experts == 16
     assert {name: on[name] - off.get(name, 0) for name in on if on[name] != off.get(name)} == {
         "expert staging": slots * (row_bytes + 4), "expert commit": slots * row_bytes,
+        "expert slice": (2 + ranks) * 2 * (row_bytes + 4),  # sent, arrived, and those of all ranks in between
         "expert load": layers * (51 * slots - 2 * 2) * 4,  # the ring and the newest step; one row is always there
     } | ({
         "parameters": layers * (slots - 2) * row_bytes, "expert maps": layers * 16 * (copies - 1) * 4,
     } if redundant else {})  # fmt: skip
-    assert on.keys() - off.keys() == {"expert staging", "expert commit"}
+    assert on.keys() - off.keys() == {"expert staging", "expert slice", "expert commit"}
+
+
+def test_a_slice_needs_less_where_there_is_a_collective():
+    """Of two released rows of 18.8 MB each: those that a rank sends and those that it receives."""
+    config = EngineConfig(numerics="serving", prefill_devices=8, decode_devices=8, enable_eplb=True,
+                          eplb=EplbConfig(slice_rows=2))  # fmt: skip
+    assert parts(plan_memory(FLASH, config, "gpu").decode)["expert slice"] == 2 * 2 * (18_800_640 + 4)
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(256, 1), (1, 8)])
@@ -228,6 +239,8 @@ def test_totals_are_sums_of_the_parts():
          "use decode_devices=16$"),
         ({"decode_devices": 32, "max_num_seqs": 32, "enable_eplb": True}, "num_redundant_experts=0 does not suit "
          "num_experts=16 on 32 ranks with at most 8 copies of each; use 16, 48, 80 or 112$"),
+        ({"enable_eplb": True, "eplb": EplbConfig(num_redundant_experts=4, slice_rows=6)}, "slice_rows=6 is more than "
+         "the 5 expert slots that a rank has in a layer; use 1 to 5$"),
         ({"max_model_len": 5000}, "max_model_len=5000 exceeds the model's max_position_embeddings=4096; use at most"),
     ],
 )

@@ -231,7 +231,7 @@ def test_files_that_do_not_fit_are_refused_by_name(serve, capsys, tmp_path, cont
         (["show", "--out", "x.jpg"], "out='x.jpg' must end in .png; use 'x.png'"),
         (["show", "--out", "/no/such/x.png"], "out='/no/such/x.png': its folder does not exist; make it first"),
         (["rebalance", "--steps", "0"], "steps=0 must be at least 1, and at most the server's window_size; leave it"),
-        (["export", "/no/such/x.json"], "out='/no/such/x.json': its folder does not exist; make it first"),
+        (["export", "/no/such/x.json"], "file='/no/such/x.json': its folder does not exist; make it first"),
         (["import", "/no/such/x.json"], "/no/such/x.json: No such file or directory"),
     ],
 )  # fmt: skip

@@ -33,7 +33,8 @@ from widemesh.eplb import (
 from widemesh.model.config import ConfigError
 from widemesh.tools.bench.eplb_loads import Measured, SimulatedModel, Skew, draw_window, measure, uniform
 from widemesh.tools.bench.eplb_plain import place_plainly
-from widemesh.tools.bench.eplb_plot import check_plotting, plot_rank_loads
+from widemesh.tools.bench.eplb_plot import plot_rank_loads
+from widemesh.tools.plotting import check_plotting
 from widemesh.tools.settings import check_output
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ class EplbBench:
         for model, redundant in ((TARGET, self.target_redundant), (DRAFT, self.draft_redundant)):
             self._layout(model, redundant)
         if self.plot is not None:
-            check_plotting(self.plot)
-            check_output(self.plot)
+            check_plotting(self.plot, "plot")
+            check_output(self.plot, "plot")
 
     def run(self) -> None:
         console = Console(width=max(_WIDTH, Console().width))

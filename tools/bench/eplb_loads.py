@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from widemesh.eplb import ExpertLayout, balancedness, build_maps, choose_slot, rank_loads
+from widemesh.eplb import ExpertLayout, balancedness, build_maps, rank_loads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,23 +66,11 @@ class Measured:
 
 def measure(slot_owner: np.ndarray, chance: Float64[np.ndarray, "L E"], layout: ExpertLayout, rows: int, steps: int,
             rng: np.random.Generator) -> Measured:  # fmt: skip
-    """Draw steps afresh, each row served by the copy that the hash of its number chooses."""
-    served = _rows_of_slots(slot_owner, layout, rows)
-    taken = np.take_along_axis(chance, np.maximum(slot_owner, 0), 1)
-    load = rng.binomial(served, taken, (steps, *slot_owner.shape))
+    """Draw steps afresh. Each row goes to one of its expert's copies, all being equally likely: what the hash does."""
+    copies = build_maps(slot_owner, layout.num_experts, layout.max_copies).copies
+    owner = np.maximum(slot_owner, 0)
+    taken = np.take_along_axis(chance / copies, owner, 1) * (slot_owner >= 0)
+    load = rng.binomial(rows, taken, (steps, *slot_owner.shape))
     total = rank_loads(load.sum(0), layout.ranks)
     return Measured(balancedness=balancedness(load, layout.ranks), rank_share=total / total.mean(1, keepdims=True))
 
-
-def _rows_of_slots(slot_owner: np.ndarray, layout: ExpertLayout, rows: int) -> Int64[np.ndarray, "L X"]:
-    """Of all rows those that would go to each slot if they took its expert."""
-    most = layout.max_copies
-    maps = build_maps(slot_owner, layout.num_experts, most)
-    by_turn = np.zeros((most + 1, most), np.int64)  # [copies of the expert, which of them]
-    for copies in range(1, most + 1):
-        turn = choose_slot(np.arange(rows), np.zeros(rows, int), np.arange(most)[None], np.array([copies]))
-        by_turn[copies] = np.bincount(turn, minlength=most)
-    served = np.zeros(slot_owner.shape, np.int64)
-    layer, expert, turn = np.nonzero(maps.expert_slots >= 0)
-    served[layer, maps.expert_slots[layer, expert, turn]] = by_turn[maps.copies[layer, expert], turn]
-    return served

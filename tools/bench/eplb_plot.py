@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from widemesh.model.config import ConfigError
-
 if TYPE_CHECKING:
     from widemesh.tools.bench.eplb_loads import Measured
 
 _MOST = 2.0  # times the mean load, from where on the colour stays the same
-
-
-def check_plotting(path: Path, name: str = "plot") -> None:
-    """Raises ConfigError, which names the flag, if no picture can be drawn into this file; called before the work."""
-    if path.suffix != ".png":
-        raise ConfigError(f"{name}={str(path)!r} must end in .png; use {str(path.with_suffix('.png'))!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"{name}={str(path)!r} needs matplotlib; pip install 'widemesh[plots]'") from None
 
 
 def plot_rank_loads(path: Path, pairs: Sequence[tuple[str, Measured, Measured]]) -> None:

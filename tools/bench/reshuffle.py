@@ -17,6 +17,7 @@ from rich.table import Table
 from widemesh.eplb.config import EplbConfig
 from widemesh.model.config import ConfigError
 from widemesh.model.presets import DEFAULT_PRESET, PRESETS
+from widemesh.serving.config import check_slice_rows
 from widemesh.tools.init_tiny import TINY_PRESETS
 
 _LONGEST = 4096  # tokens of a request: one for each step that is taken
@@ -42,7 +43,7 @@ class ReshuffleBench:
     window: int = 64  # steps that a plan is made from
     rebalances: int = 6  # measured, one after the other
     stretch: int = 60  # undisturbed steps before each of them
-    slice_rows: tuple[int, ...] = (1, 4)  # expert rows that a rank sends between two steps; an engine for each
+    slice_rows: tuple[int, ...] = (1, 3)  # expert rows that a rank sends between two steps; an engine for each
     skew: float = 0.4  # of the gates, 0: none
 
     def __post_init__(self) -> None:
@@ -56,7 +57,8 @@ class ReshuffleBench:
         if not self.skew >= 0:
             raise ConfigError(f"skew={self.skew:g} must not be negative; use 0 or more")
         for rows in self.slice_rows:
-            self.eplb(rows).layout(num_layers=1, num_experts=PRESETS[self.preset].n_routed_experts, ranks=self.ranks)
+            experts = PRESETS[self.preset].n_routed_experts
+            check_slice_rows(rows, self.eplb(rows).layout(num_layers=1, num_experts=experts, ranks=self.ranks))
         if self.slots < 1 or self.slots % self.ranks:
             raise ConfigError(f"slots={self.slots} must be a multiple of ranks={self.ranks}; use "
                               f"{max(1, -(-self.slots // self.ranks)) * self.ranks}")  # fmt: skip

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from widemesh.eplb import placement_hash
+from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import EplbBusy, EplbOff
 from widemesh.serving.grpc.client import ServerError
 from widemesh.serving.grpc.experts_client import ExpertsClient
@@ -305,6 +306,14 @@ def test_the_client_does_every_call(served):
     assert experts.asked[:5] == [("rebalance", 3), ("rebalance", None), ("pause",), ("resume",), ("import",)]
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert str(error).startswith(f"127.0.0.1:{port} answered INVALID_ARGUMENT: steps=101 must be between 1 and")
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 2**32])
+def test_steps_that_no_window_has_are_refused_before_they_are_sent(steps):
+    with ExpertsClient("127.0.0.1", 1) as client, pytest.raises(ConfigError) as caught:
+        client.rebalance(steps)
+    assert str(caught.value) == (f"steps={steps} must be at least 1, and at most the server's window_size; leave it "
+                                 "out for the server's own number")  # fmt: skip
 
 
 def test_a_server_without_the_service_is_named():

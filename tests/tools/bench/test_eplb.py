@@ -74,6 +74,7 @@ def test_uniform_routing_reaches_what_it_can():
     ({"seed": -1}, "seed=-1 must not be negative; use 0"),
     ({"draft_redundant": 12}, "draft: num_redundant_experts=12 .* use 0, 32, 64, 96, 128, ... or 896"),
     ({"plot": "x.jpg"}, "plot='x.jpg' must end in .png; use 'x.png'"),
+    ({"plot": "/no/such/x.png"}, "plot='/no/such/x.png': its folder does not exist; make it first"),
 ])  # fmt: skip
 def test_bad_settings_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):

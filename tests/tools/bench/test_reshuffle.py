@@ -61,6 +61,7 @@ def test_gates_are_skewed_by_the_law_it_states(tmp_path):
         ({"slots": 12}, "slots=12 must be a multiple of ranks=8; use 16"),
         ({"slice_rows": ()}, "slice_rows= is empty"),
         ({"slice_rows": (0,)}, "slice_rows=0 must be at least 1"),
+        ({"slice_rows": (1, 4)}, "slice_rows=4 is more than the 3 expert slots that a rank has in a layer; use 1 to 3"),
         ({"redundant": 3}, "num_redundant_experts"),
         ({"skew": -1}, "skew=-1 must not be negative"),
     ],
