@@ -15,7 +15,7 @@ from widemesh.eplb.planner import ChildPlanner, Planner, PlannerError
 from widemesh.eplb.policy import plan_placement
 from widemesh.eplb.rebalance import Rebalance, plan_rebalance
 from widemesh.eplb.reshuffle_status import ReshuffleListener, ReshuffleStatus
-from widemesh.eplb.reshuffler import ReshuffleBusy, Reshuffler
+from widemesh.eplb.reshuffler import ReshuffleBusy, ReshufflePaused, Reshuffler
 from widemesh.eplb.window import LoadWindow, StepRecord
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Report",
     "ReshuffleBusy",
     "ReshuffleListener",
+    "ReshufflePaused",
     "ReshuffleStatus",
     "Reshuffler",
     "StepRecord",
@@ -55,6 +56,7 @@ __all__ = [
     "expected_slot_load",
     "feasible_balancedness",
     "fold_slots",
+    "hash_text",
     "initial_placement",
     "initial_slot_owner",
     "make_plan",

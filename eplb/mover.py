@@ -63,7 +63,10 @@ class Mover(Protocol):
         """
 
     def copy(self, layer: int, part: TransferSlice) -> None:
-        """Dispatch the copies of a slice, from live rows to staging rows, of the layer begun last. No live row changes."""
+        """Dispatch the copies of a slice of the layer begun last, from live rows to staging rows.
+
+        No live row changes.
+        """
 
     def verify(self, migration: LayerMigration) -> Verifying:
         """Dispatch the comparison of all rows that the migration stages."""

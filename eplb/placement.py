@@ -34,7 +34,7 @@ def initial_placement(layout: ExpertLayout) -> Int32[np.ndarray, "L X"]:
 
 
 def as_placement(given: Any, layout: ExpertLayout, source: str = "slot_owner") -> Int32[np.ndarray, "L X"]:
-    """A checked placement from an array [L, X], or from lists of the slots' owners. ConfigError as `check_placement`."""
+    """A checked placement from an array [L, X] or a list of owners per layer. ConfigError as `check_placement`."""
     if isinstance(given, list | tuple):
         return _from_lists(given, layout, source)
     if not hasattr(given, "__array__"):
@@ -84,9 +84,10 @@ def _from_lists(layers: Sequence[Any], layout: ExpertLayout, source: str) -> Int
             raise ConfigError(f"{source}: layer {layer} is {_shortly(layers[layer])}; it must be a list of the owners "
                               f"of its {layout.num_slots} slots")  # fmt: skip
         if length != layout.num_slots and len(set(lengths)) > 1:
-            raise ConfigError(f"{source}: layer {layer} has {length} slots; every layer must have {layout.num_slots}")
+            raise ConfigError(f"{source}: layer {layer} has length {length}; it must be {layout.num_slots}, an owner "
+                              "for each slot")  # fmt: skip
     _refuse_wrong_owner(layers, layout, source)
-    owner = np.array(layers, np.int32).reshape(len(layers), -1)
+    owner = np.array(layers, np.int32)
     check_placement(owner, layout, source)
     return owner
 

@@ -38,8 +38,9 @@ def parse_placement(text: str, layout: ExpertLayout, source: str = "placement") 
         raise ConfigError(f"{source} has no list slot_owner; write one list of slot owners per layer under that name")
     for name in _SIZES:
         if content.get(name, getattr(layout, name)) != getattr(layout, name):
-            raise ConfigError(f"{source} was made for {name}={content[name]!r}; it must be {getattr(layout, name)}: use a "
-                              f"placement of a model with {name}={getattr(layout, name)}")  # fmt: skip
+            wanted = getattr(layout, name)
+            raise ConfigError(f"{source} was made for {name}={content[name]!r}; it must be {wanted}: use a placement "
+                              f"of a model with {name}={wanted}")  # fmt: skip
     owner = as_placement(content["slot_owner"], layout, source)
     found = hash_text(placement_hash(owner))
     if content.get("hash", found) != found:

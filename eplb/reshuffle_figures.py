@@ -25,8 +25,7 @@ class ReshuffleFigures:
         self._listener: ReshuffleListener = listener or NoListener()
         self.load: Int64[np.ndarray, "L X"] = np.zeros((layout.num_layers, layout.num_slots), np.int64)
         self.load_steps = 0
-        self._is_load_old = True  # counted under another placement
-        self.balancedness = 0.0
+        self.balancedness = self._window_balancedness = 0.0
         self.feasible: float | None = None
         self.rebalances = {"committed": 0, "skipped": 0, "abandoned": 0}
         self.last_failure = ""
@@ -39,13 +38,13 @@ class ReshuffleFigures:
 
     def step_read(self, found: LoadReading) -> None:
         """The load of one step. It is shown if there is none of a window under the same placement."""
-        if self._is_load_old or self.load_steps <= 1:
-            self.load, self.load_steps, self._is_load_old = found.load_by_slot, 1, False
+        if self.load_steps <= 1:
+            self.load, self.load_steps = found.load_by_slot, 1
         self._measured(found.balancedness)
 
     def window_read(self, found: LoadReading, steps: int) -> None:
         """The load of so many steps."""
-        self.load, self.load_steps, self._is_load_old = found.load_by_slot, steps, False
+        self.load, self.load_steps, self._window_balancedness = found.load_by_slot, steps, found.balancedness
         self._measured(found.balancedness)
 
     def planned(self, plan: Plan) -> None:
@@ -54,10 +53,14 @@ class ReshuffleFigures:
         if not self._logs:
             return
         advised, redundant = plan.advice.num_redundant_experts, self._layout.num_redundant_experts
-        more = "" if advised == redundant else (
-            f"; num_redundant_experts={advised} would allow {plan.advice.planned:.3f}")  # fmt: skip
-        _log.info("%s: balancedness %.3f in %d steps; planned %.3f, feasible with num_redundant_experts=%d %.3f%s",
-                  self._model, plan.before, self.load_steps, plan.after, redundant, plan.feasible, more)  # fmt: skip
+        advice = ""
+        if advised > redundant:
+            advice = f"; num_redundant_experts={advised} would allow {plan.advice.planned:.3f}"
+        elif advised < redundant:
+            advice = f"; num_redundant_experts={advised} would do as well, with {plan.advice.planned:.3f}"
+        _log.info("%s: balancedness %.3f measured in %d steps; expected of their load in one sum: %.3f now, %.3f with "
+                  "the plan, at most %.3f with num_redundant_experts=%d%s", self._model, self._window_balancedness,
+                  self.load_steps, plan.before, plan.after, plan.feasible, redundant, advice)  # fmt: skip
 
     def set_out(self) -> None:
         """A rebalance begins to move rows."""
@@ -66,7 +69,7 @@ class ReshuffleFigures:
     def layer_committed(self, least_rows: int, seconds: float) -> None:
         """One layer of it is done; fewer than `least_rows` could not have brought it about."""
         self.least_rows += least_rows
-        self._is_load_old = True
+        self.load, self.load_steps = np.zeros_like(self.load), 0  # it was that of other slots
         self._listener.layer_committed(self._model, seconds)
 
     def arrived(self, plan: Plan | None, layers: int, seconds: float) -> None:
@@ -76,7 +79,9 @@ class ReshuffleFigures:
         if not self._logs:
             return
         if layers:
-            gain = "an imported placement" if plan is None else f"balancedness {plan.before:.3f} -> {plan.after:.3f}"
+            gain = "an imported placement" if plan is None else (
+                f"balancedness expected {plan.before:.3f} -> {plan.after:.3f}, measured before "
+                f"{self._window_balancedness:.3f}")  # fmt: skip
             _log.info("%s: rebalanced: %s, %d layers, %d rows moved (least: %d), %.1f s", self._model, gain, layers,
                       rows, least, seconds)  # fmt: skip
         else:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import collections
 import enum
 import logging
+import operator
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -28,14 +30,15 @@ from widemesh.eplb.balance import fold_slots
 from widemesh.eplb.config import EplbConfig
 from widemesh.eplb.layer_move import LayerMove, StepClock
 from widemesh.eplb.layout import ExpertLayout
-from widemesh.eplb.migration import count_arrivals, plan_layer
+from widemesh.eplb.migration import count_arrivals, layers_to_move, plan_layer
 from widemesh.eplb.mover import Mover, Reading
-from widemesh.eplb.placement import check_placement, placement_hash
+from widemesh.eplb.placement import as_placement, check_placement, hash_text, placement_hash
 from widemesh.eplb.plan import Plan
 from widemesh.eplb.planner import Planner
 from widemesh.eplb.reshuffle_figures import ReshuffleFigures
 from widemesh.eplb.reshuffle_status import ReshuffleListener, ReshuffleStatus
 from widemesh.eplb.window import NOT_RECORDED, LoadWindow
+from widemesh.model.config import ConfigError
 
 _ASKED_STEPS = 32  # recorded before a plan that was asked for: enough that a step's chance does not decide
 
@@ -44,6 +47,10 @@ _log = logging.getLogger(__name__)
 
 class ReshuffleBusy(RuntimeError):
     """Experts are moving, or a plan for them is being made."""
+
+
+class ReshufflePaused(RuntimeError):
+    """Rebalancing is paused."""
 
 
 class Phase(enum.StrEnum):
@@ -63,12 +70,7 @@ class _Goal:
 
     def layers(self, current: Int32[np.ndarray, "L X"]) -> list[int]:
         """Those that move, in their order. Raises ValueError if the plan does not name them all."""
-        differs = (self.slot_owner != current).any(1)
-        order = range(len(current)) if self.plan is None else self.plan.layers.tolist()
-        layers = [layer for layer in order if differs[layer]]
-        if sorted(layers) != np.flatnonzero(differs).tolist():
-            raise ValueError("the plan changes other layers than it names")
-        return layers
+        return layers_to_move(current, self.slot_owner, None if self.plan is None else self.plan.layers)
 
 
 class Reshuffler:
@@ -114,6 +116,7 @@ class Reshuffler:
         self._imported: _Goal | None = None  # waits for the other processes
         self._is_step_due = self._is_window_due = False  # loads to be read at the next step
         self._step_reading: Reading | None = None
+        self._step_owner = slot_owner  # under which that step ran
         # PLANNING
         self._window_rows = 0
         self._reading: Reading | None = None
@@ -149,6 +152,8 @@ class Reshuffler:
                 self._commit(self._move)
         elif agreed.planned:
             self._set_out(agreed.plan_hashes)
+        if agreed.command == PAUSE:  # after that: one that all processes have is under way
+            self._withdraw()
         if self.phase is Phase.MIGRATING:
             self._move_on()
         elif self.phase is Phase.IDLE and self._asked_steps:
@@ -156,7 +161,7 @@ class Reshuffler:
             self._asked_steps = 0
         if not decodes:
             return NOT_RECORDED
-        record = self._window.step(is_dummy=False, is_migrating=self.phase is not Phase.IDLE)
+        record = self._window.step(is_migrating=self.phase is not Phase.IDLE)
         self._is_step_due = record.is_log_due
         if record.is_trigger:
             self.phase = Phase.PLANNING
@@ -185,22 +190,33 @@ class Reshuffler:
     def request(self, command: int) -> None:
         """Have all processes obey TRIGGER, `trigger_after(...)`, PAUSE or RESUME at the same step, the next one.
 
-        A trigger ends the wait after failures. It comes to nothing while paused; one that comes while experts move is
-        obeyed after that. Raises ValueError for more steps than the window has.
+        A trigger ends the wait after failures. One that comes while experts move is obeyed after that; another process
+        may have paused in the same step, then it comes to nothing. PAUSE also withdraws a placement that waits for
+        other processes, on all that have it. Raises ConfigError for more steps than the window has, and for what is no
+        command; ReshufflePaused for a trigger while paused.
         """
+        try:
+            command = operator.index(command)
+        except TypeError:
+            raise ConfigError(f"command={command!r} must be a whole number; use TRIGGER, PAUSE, RESUME or "
+                              "trigger_after(steps)") from None  # fmt: skip
         if not 1 <= command <= RESUME + self._config.window_size:
-            raise ValueError(f"steps={command - RESUME} must be 1 to {self._config.window_size}, the window_size")
+            raise ConfigError(f"steps={command - RESUME} must be 1 to {self._config.window_size}, the window_size; use "
+                              "one of them")  # fmt: skip
+        if command not in (PAUSE, RESUME) and self._will_be_paused:
+            raise ReshufflePaused("rebalancing is paused; resume it first")
         self._commands.append(command)
 
-    def import_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
-        """Go to this placement, as soon as all processes have imported it; until then it may be replaced.
+    def import_placement(self, slot_owner: Any) -> None:
+        """Go to this placement [L, X], as soon as all processes have imported it.
 
-        Raises ConfigError if it does not fit, ReshuffleBusy if there is no time for it.
+        Until then it may be replaced, and PAUSE withdraws it. Raises ConfigError if it does not fit, ReshuffleBusy if
+        there is no time for it.
         """
-        check_placement(slot_owner, self.layout)
+        owner = as_placement(slot_owner, self.layout)
         if self.phase is not Phase.IDLE:
             raise ReshuffleBusy(f"the {self.model} model is {self.phase}; import a placement when it is idle")
-        self._imported = _Goal(slot_owner.astype(np.int32), None)
+        self._imported = _Goal(owner, None)
 
     def hold(self) -> None:
         """No commit, on any process, until `release`: somebody lays out weights for the placement of this moment.
@@ -223,11 +239,15 @@ class Reshuffler:
         window, figures = self._window, self._figures
         is_due = self.phase is Phase.IDLE and not window.is_paused and not window.is_disabled
         moving = self._move.num_rows if self._move is not None else 0
-        is_reading = self._is_window_due or self._reading is not None
+        imported, phase = self._imported, str(self.phase)
+        if self._is_window_due or self._reading is not None:
+            phase = "reading"
+        elif self.phase is Phase.IDLE and imported is not None:
+            phase = "waiting"
         return ReshuffleStatus(
             model=self.model, layout=self.layout, slot_owner=self.slot_owner, placement_hash=self._hash,
             load=figures.load, load_steps=figures.load_steps, balancedness=figures.balancedness,
-            feasible=figures.feasible or 0.0, phase="reading" if is_reading else str(self.phase),
+            feasible=figures.feasible or 0.0, phase=phase, imported_hash=0 if imported is None else imported.hash,
             layers_done=self._layers_done, layers_total=self._num_layers, rebalances=dict(figures.rebalances),
             last_failure=figures.last_failure, moved_rows=figures.moved_rows + moving,
             moved_bytes=figures.moved_bytes + moving * self._mover.row_bytes, least_rows=figures.least_rows,
@@ -253,6 +273,12 @@ class Reshuffler:
         )
 
     @property
+    def _will_be_paused(self) -> bool:
+        """Once what was asked for here is obeyed."""
+        asked = [one for one in self._commands if one in (PAUSE, RESUME)]
+        return asked[-1] == PAUSE if asked else self._window.is_paused
+
+    @property
     def _is_staged(self) -> bool:
         return self._move is not None and self._move.is_staged
 
@@ -272,7 +298,8 @@ class Reshuffler:
         try:
             if self._step_reading is not None and self._step_reading.is_ready():
                 reading, self._step_reading = self._step_reading, None
-                self._figures.step_read(reading.value())
+                if self._step_owner is self.slot_owner:  # else a layer was committed since
+                    self._figures.step_read(reading.value())
             if self._reading is not None:
                 self._take_window(self._reading)
             elif self.phase is Phase.PLANNING and not self._is_window_due and self._planned is None:
@@ -312,7 +339,7 @@ class Reshuffler:
         self._reading_steps.tick()
         if self._is_step_due:
             self._is_step_due = False
-            self._step_reading = self._tried(self._mover.read_step)
+            self._step_reading, self._step_owner = self._tried(self._mover.read_step), self.slot_owner
         if self._is_window_due:  # though the other may have failed: the other processes dispatch this
             self._is_window_due = False
             self._reading_steps = StepClock(self._clock)
@@ -347,8 +374,8 @@ class Reshuffler:
         """All processes hold a placement to go to."""
         other = next((rank for rank, one in enumerate(hashes) if one != hashes[0]), -1)
         if other >= 0:
-            self._failure = (f"it would go to placement {hashes[other] & 0xFFFFFFFF:08x} and rank 0 to "
-                             f"{hashes[0] & 0xFFFFFFFF:08x}")  # fmt: skip
+            self._failure = (f"it would go to placement {hash_text(hashes[other])} and rank 0 to "
+                             f"{hash_text(hashes[0])}")  # fmt: skip
             self._give_up(other, is_known=True)
             return
         goal = self._imported if self.phase is Phase.IDLE else self._planned
@@ -361,6 +388,12 @@ class Reshuffler:
         self._figures.set_out()
         if not self._todo:
             self._arrive()
+
+    def _withdraw(self) -> None:
+        """What was imported here and not everywhere."""
+        if self._imported is not None:
+            _log.info("%s: the imported placement %s is withdrawn", self.model, hash_text(self._imported.hash))
+            self._imported = None
 
     def _move_on(self) -> None:
         """This step's share of the work."""

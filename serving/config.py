@@ -211,5 +211,5 @@ class EngineConfig:
 def check_slice_rows(rows: int, layout: ExpertLayout) -> None:
     """Refuse slices that are larger than a layer: more would never move, only take memory. Raises ConfigError."""
     if rows > layout.slots_per_rank:
-        raise ConfigError(f"slice_rows={rows} is more than the {layout.slots_per_rank} expert slots that a rank has in a "
-                          f"layer; use 1 to {layout.slots_per_rank}")  # fmt: skip
+        raise ConfigError(f"slice_rows={rows} is more than the {layout.slots_per_rank} expert slots that a rank has in "
+                          f"a layer; use 1 to {layout.slots_per_rank}")  # fmt: skip

@@ -144,6 +144,7 @@ class Engine:
         self._request_of: dict[str, str] = {}  # and back
         if processes.num_processes > 1:
             leave_coordinator()
+            self.job.has_loaded(config.ticket_timeout_s)
         agreement = Agreement(self.job.ticket, self.metrics.agreed)
         self._reshuffler = None if mover is None else self._make_reshuffler(mover, processes.process_id)
         self._loop = EngineLoop(

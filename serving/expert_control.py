@@ -42,6 +42,15 @@ class EplbBusy(ExpertControlError):
         super().__init__(message)
 
 
+class EplbPaused(ExpertControlError):
+    """A plan was asked for that would not be made."""
+
+    status = Status.FAILED_PRECONDITION
+
+    def __init__(self, message: str = "rebalancing is paused; run `widemesh experts resume` first"):
+        super().__init__(message)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertStatus:
     """One model's placement and load at a step boundary. Its arrays are the caller's: nothing writes them later."""
@@ -50,10 +59,11 @@ class ExpertStatus:
     layout: ExpertLayout
     slot_owner: Int32[np.ndarray, "L X"]  # expert of each slot; -1: empty
     placement_hash: int
-    load: Int64[np.ndarray, "L X"]  # rows that each slot has taken, as `slot_owner` has them; 0: nothing is known
-    load_steps: int  # steps in which those rows were counted; 0: nothing is known
-    balancedness: float  # mean rank load / maximum rank load, each summed over layers; 0: nothing is known
-    phase: str  # "off", "idle", "reading", "planning" or "migrating"
+    load: Int64[np.ndarray, "L X"]  # rows that each slot has taken since it has the experts of `slot_owner`
+    load_steps: int  # steps in which those rows were counted; 0: none is known under this placement yet
+    # Mean rank load / maximum rank load, each summed over layers, as last measured: under an earlier placement perhaps.
+    balancedness: float  # 0: nothing is known
+    phase: str  # "off", "idle", "waiting" (imported here, not in every process), "reading", "planning" or "migrating"
     layers_done: int  # of the migration under way, committed ones
     layers_total: int  # that it moves; 0 if there is none
     rebalances: Mapping[str, int]  # how many have ended as "committed", "skipped" or "abandoned"
@@ -64,6 +74,7 @@ class ExpertStatus:
     is_paused: bool
     is_disabled: bool  # after too many abandoned ones in a row; `resume` ends it
     steps_to_trigger: int  # until the next plan is made; 0 if none is due
+    imported_hash: int = 0  # of a placement that was imported here and does not move yet; 0: there is none
     feasible: float = 0.0  # balancedness that no placement exceeds under the load of the last plan; 0: there was none
 
 
@@ -77,12 +88,15 @@ class ExpertControl(Protocol):
         """Placement, load, and what is under way. Always answers; the phase is "off" where rebalancing is off."""
         ...
 
-    def rebalance(self, steps: int | None) -> None:
-        """Make a plan after `steps` more recorded steps; None: the engine's own number of them. Raises ConfigError."""
+    def rebalance(self, steps: int | None = None) -> None:
+        """Make a plan after `steps` more recorded steps; None: the engine's own number of them.
+
+        Raises ConfigError for more than a window, EplbPaused after `pause`.
+        """
         ...
 
     def pause(self) -> None:
-        """Record nothing and make no new plan until `resume`."""
+        """Record nothing and make no new plan until `resume`; withdraw an import that waits for other processes."""
         ...
 
     def resume(self) -> None:
@@ -92,6 +106,6 @@ class ExpertControl(Protocol):
     def import_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
         """Move to this placement, as soon as the control of every process of the engine has been given it.
 
-        Raises ConfigError if it does not fit, EplbBusy while experts move.
+        Until then the phase is "waiting". Raises ConfigError if it does not fit, EplbBusy while experts move.
         """
         ...

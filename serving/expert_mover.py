@@ -71,7 +71,7 @@ class ExpertMover:
         self.rows = device.config.eplb.slice_rows
         self._programs = migration_programs(device.decode.programs)
         self._staging: Staging | None = None
-        # Tells a migration of a layer from the ones before, whose rows may still lie in the staging area.
+        # Tells a beginning of a layer from the ones before, whose rows may still lie in the staging area.
         self._stamp, self._layer = 0, -1
 
     @property
@@ -88,6 +88,7 @@ class ExpertMover:
         """Compile every program by running it on idle arguments, and allocate the staging area."""
         layout, layer = self._state.layout, self._live(0)
         none = np.full((layout.ranks, self.rows), -1, np.int32)
+        self.begin(0)
         self.copy(0, TransferSlice(source=none, target=none))
         own = np.tile(np.arange(layout.slots_per_rank, dtype=np.int32), (layout.ranks, 1))
         idle = LayerMigration(layer=0, slot_owner=self._state.slot_owner[0], commit=own,
@@ -106,13 +107,19 @@ class ExpertMover:
         """Dispatch the reading of the newest step's load."""
         return _reading(self._state.programs.summarise_step()(self._device.expert_load))
 
+    def begin(self, layer: int) -> None:
+        """A layer begins to move, or begins anew: its rows get a stamp that no row in the staging area has."""
+        self._stamp, self._layer = (self._stamp + 1) % 2**31, layer
+
     def copy(self, layer: int, part: TransferSlice) -> None:
-        """Dispatch the copies of a slice. ValueError if it has another number of rows, which would compile."""
+        """Dispatch the copies of a slice.
+
+        ValueError if it has another number of rows, which would compile, or is not of the layer that was begun.
+        """
         if part.source.shape[1] != self.rows:
             raise ValueError(f"a slice has {part.source.shape[1]} rows where the programs take {self.rows}")
         if layer != self._layer:
-            self._layer = layer
-            self._next_stamp()
+            raise ValueError(f"layer {layer} has not begun")
         # A call that raises may have taken the staging area with it; the next one then makes another.
         staging, self._staging = self._staging or self._programs.stage(), None
         given = self._hand((part.source, part.target, np.int32(self._stamp)))
@@ -134,7 +141,6 @@ class ExpertMover:
         parameters = with_experts(self._state.parameters, layer, made)
         self._state.set_placement(slot_owner)
         self._state.parameters = parameters
-        self._next_stamp()
 
     def _live(self, layer: int) -> dict[str, Any]:
         return {name: variable.get_value() for name, variable in _experts(self._state.parameters, layer).items()}
@@ -144,9 +150,6 @@ class ExpertMover:
         if self._staging is None:
             self._staging = self._programs.stage()
         return self._staging
-
-    def _next_stamp(self) -> None:
-        self._stamp = (self._stamp + 1) % 2**31
 
     def _hand(self, host: Any) -> Any:
         """Host arrays that are the same in every process, as a program takes them."""

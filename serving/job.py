@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +18,10 @@ from widemesh.sharding.ticket.addresses import free_port
 
 LOST_STATUS = 70  # with which a process ends when its job is lost
 LOSS_EXIT_S = 2.0  # from the loss to the end, for streams to be told
+# Silence that is allowed until all programs have run: compiles keep every core busy, and the thread that beats comes
+# late. On two cores with a load of 11 to 14, 5 s were too few.
+LOADING_SILENCE_S = 60.0
+END_SENTENCE = re.compile(r"(?P<reason>rank \d+ .*); this process, rank \d+, ends with status \d+$")  # as logged
 _CULPRIT_S = 1.0  # for the lifeline to say who is lost, when a collective has failed first
 
 _log = logging.getLogger(__name__)
@@ -56,8 +61,9 @@ class Job:
     def join(
         cls, processes: ProcessConfig, schema: TicketSchema, digests: Mapping[str, str], timeout_s: float
     ) -> Job:
-        """Meet the others and see that all have the same `digests`. `timeout_s`: how long silence may last from now.
+        """Meet the others and see that all have the same `digests`.
 
+        `timeout_s`: how long silence may last, by the lifeline only from `has_loaded` on.
         `jax_address` is where JAX's coordinator is to be. Raises ConfigError if they do not meet or differ.
         """
         if processes.coordinator is None:
@@ -73,7 +79,10 @@ class Job:
                 timeout_s=timeout_s, join_timeout_s=processes.join_timeout_s, digests=digests,
             )  # fmt: skip
             job = cls(ticket)
-            job._lifeline = Lifeline(ticket, job._lose, timeout_s=timeout_s, on_stop=job._stopped)
+            job._lifeline = Lifeline(
+                ticket, job._lose, timeout_s=max(timeout_s, LOADING_SILENCE_S), interval_s=min(0.5, timeout_s / 4),
+                on_stop=job._stopped, remark=" while the model was loading",
+            )  # fmt: skip
             told = ticket.post(dict.fromkeys((field.name for field in schema.fields), 0) | {JAX_PORT: port}).wait()
             ticket.end_wave()  # which this exchange would otherwise begin
         except TicketError as err:
@@ -100,6 +109,11 @@ class Job:
                 self._listeners.append(listener)
                 return
         listener(self._end)
+
+    def has_loaded(self, timeout_s: float) -> None:
+        """All processes have compiled and run every program: from now on silence may last `timeout_s`."""
+        if self._lifeline is not None:
+            self._lifeline.set_limit(timeout_s, "; if it was only slow, give a larger --ticket-timeout-s")
 
     def leave(self, reason: str) -> None:
         """Part in good order, when all have agreed to. With a single process nothing happens."""

@@ -10,9 +10,9 @@ from jaxtyping import Int32
 
 from widemesh.eplb import Reshuffler, placement_hash
 from widemesh.eplb.agreed import PAUSE, RESUME, TRIGGER, trigger_after
-from widemesh.eplb.reshuffler import ReshuffleBusy
+from widemesh.eplb.reshuffler import ReshuffleBusy, ReshufflePaused
 from widemesh.model.config import ConfigError
-from widemesh.serving.expert_control import EplbBusy, EplbOff, ExpertStatus
+from widemesh.serving.expert_control import EplbBusy, EplbOff, EplbPaused, ExpertStatus
 from widemesh.serving.loop import EngineLoop
 from widemesh.serving.mesh_state import MeshState
 
@@ -33,15 +33,21 @@ class LiveExperts:
         named = {field.name: getattr(found, field.name) for field in dataclasses.fields(ExpertStatus)}
         return ExpertStatus(**named)
 
-    def rebalance(self, steps: int | None) -> None:
+    def rebalance(self, steps: int | None = None) -> None:
         """Make a plan after `steps` more recorded steps, 32 or the whole window if None."""
+        if steps is not None and not isinstance(steps, int | np.integer):
+            raise ConfigError(f"steps={steps!r} must be a whole number; use 1 to {self._window_size}, or leave it out")
         if steps is not None and not 1 <= steps <= self._window_size:
             raise ConfigError(f"steps={steps} must be between 1 and window_size={self._window_size}; use one "
                               "of them, or leave it out")  # fmt: skip
-        self._ask(lambda reshuffler: reshuffler.request(TRIGGER if steps is None else trigger_after(steps)))
+        command = TRIGGER if steps is None else trigger_after(int(steps))
+        try:
+            self._ask(lambda reshuffler: reshuffler.request(command))
+        except ReshufflePaused:
+            raise EplbPaused from None
 
     def pause(self) -> None:
-        """Record nothing and make no new plan until `resume`."""
+        """Record nothing and make no new plan until `resume`; withdraw an import that waits for other processes."""
         self._ask(lambda reshuffler: reshuffler.request(PAUSE))
 
     def resume(self) -> None:

@@ -150,8 +150,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     moving = _moving_bytes(model, numerics, of_decode, decode_layout)
     checksums = decode_layout.slots_per_rank * _U32
     in_slice = config.eplb.slice_rows * (moving + checksums) // decode_layout.slots_per_rank
-    # Rows sent and rows that arrive. On a CPU those of all ranks come in between, as there is no collective for less.
-    slices = 2 if (platform or jax.default_backend()) != "cpu" else 2 + decode_layout.ranks
+    # Rows sent and rows that arrive; on a CPU, which has no collective for that, rows sent and those of all ranks.
+    slices = 2 if (platform or jax.default_backend()) != "cpu" else 1 + decode_layout.ranks
     tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
     prefill = MeshMemory(
         name="prefill",

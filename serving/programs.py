@@ -33,6 +33,7 @@ from widemesh.serving.expert_load import ExpertLoad, LoadRecorder, LoadSummary
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
 from widemesh.sharding import EP_AXIS, TP_AXIS, TensorParallel, partition_spec
 from widemesh.sharding.exchange import Form, LayerShape, Wish, choose_form, make_exchange
+from widemesh.sharding.processes import met
 
 ENDED = 1  # the slot has drawn a stop token or its last one
 NOT_FINITE = 2  # some logits held NaN or infinity, the tokens mean nothing
@@ -268,7 +269,8 @@ class Programs:
         return self._map(step, 4, donated=0)
 
     def _summary(self, summarise: Callable[[ExpertLoad], LoadSummary]) -> Callable[[ExpertLoad], LoadSummary]:
-        return jax.jit(summarise, out_shardings=self.sharding(_EVERYWHERE))
+        program: Callable[[ExpertLoad], LoadSummary] = met(jax.jit(summarise, out_shardings=self.sharding(_EVERYWHERE)))
+        return program
 
     def _context(
         self, rows: Rows, rope: RopeTables, replicas: ReplicaMaps, count: int, recorder: Recorder | None = None
@@ -333,7 +335,8 @@ class Programs:
         mapped = jax.shard_map(step, mesh=self.mesh, in_specs=(parameters, *specs), out_specs=out, check_vma=False)
         # Named, because XLA reports arrays without elements as replicated.
         shardings = jax.tree.map(self.sharding, out, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        return jax.jit(mapped, donate_argnums=donated, out_shardings=shardings)
+        program: Callable[..., Any] = met(jax.jit(mapped, donate_argnums=donated, out_shardings=shardings))
+        return program
 
     def sharding(self, spec: PartitionSpec = _PER_RANK) -> NamedSharding:
         """Layout of an array with one part per rank (or `spec`)."""

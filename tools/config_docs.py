@@ -37,7 +37,8 @@ SETTINGS: Mapping[type, str] = {
     ),
     EplbConfig: (
         "Flags of `widemesh serve` that begin with `--eplb.`, as `--eplb.window-size 500`, or one JSON object, "
-        "`--eplb-config '{\"window_size\": 500}'`. In a YAML file a mapping under the key `eplb`. In Python: "
+        "`--eplb-config '{\"window_size\": 500}'`. For `widemesh generate --file` they begin with `--engine.eplb.`, "
+        "and the object is `--engine.eplb-config`. In a YAML file a mapping under the key `eplb`. In Python: "
         "`EngineConfig(enable_eplb=True, eplb=EplbConfig(...))`."
     ),
     ServerConfig: "Flags of `widemesh serve`. In Python: `ServerConfig(...)`.",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from widemesh.eplb import parse_placement
+from widemesh.eplb import hash_text, parse_placement
 from widemesh.model.config import ConfigError
 from widemesh.serving.grpc.experts_client import ExpertsClient, check_steps
 from widemesh.sharding.ticket import TicketError
@@ -92,7 +92,7 @@ class Rebalance(ExpertsCommand):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pause(ExpertsCommand):
-    """Let a server make no new placement until `widemesh experts resume`."""
+    """Let a server make no new placement until `widemesh experts resume`, and withdraw an import that is "waiting"."""
 
     def run(self) -> None:
         with self.connect() as client:
@@ -140,5 +140,7 @@ class Import(ExpertsCommand):
             raise ConfigError(f"{self.file} is not text; use a file of `widemesh experts export`") from None
         with self.connect() as client:
             parse_placement(text, client.status().layout, str(self.file))  # its errors name the file
-            client.import_placement(text)
-        print(f"{self.address} moves to the placement in {self.file}; `widemesh experts show` says how far it is")
+            placement = hash_text(client.import_placement(text))
+        print(f"{self.address} moves to placement {placement} of {self.file} once every process of its engine has been "
+              "given it; until then `widemesh experts show` says waiting, and `widemesh experts pause` withdraws "
+              "it")  # fmt: skip

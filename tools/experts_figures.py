@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Num
 
-from widemesh.eplb import balancedness, fold_slots, rank_loads
+from widemesh.eplb import balancedness, fold_slots, hash_text, rank_loads
 from widemesh.eplb.balance import count_copies
 from widemesh.serving.expert_control import ExpertStatus
 
@@ -59,11 +59,13 @@ def as_json(address: str, status: ExpertStatus) -> dict[str, Any]:
     """Everything but the placement itself, which `widemesh experts export` writes."""
     layout = status.layout
     sizes = ("num_layers", "num_experts", "ranks", "num_redundant_experts", "num_slots", "max_copies")
-    plain = ("placement_hash", "phase", "layers_done", "layers_total", "is_paused", "is_disabled", "steps_to_trigger",
+    plain = ("phase", "layers_done", "layers_total", "is_paused", "is_disabled", "steps_to_trigger",
              "balancedness", "feasible", "load_steps", "last_failure", "moved_bytes", "moved_rows",
              "least_rows")  # fmt: skip
     return {
         "address": address, "model": status.model, **{name: getattr(layout, name) for name in sizes},
+        "placement_hash": hash_text(status.placement_hash),
+        "imported_hash": hash_text(status.imported_hash) if status.imported_hash else "",
         **{name: getattr(status, name) for name in plain}, "rebalances": dict(status.rebalances),
         "layers": [dataclasses.asdict(one) for one in layer_figures(status)],
         "rank_load": rank_loads(status.load, layout.ranks).tolist(),

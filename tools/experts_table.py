@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from widemesh.eplb import balancedness
+from widemesh.eplb import balancedness, hash_text
 from widemesh.serving.expert_control import ExpertStatus
 from widemesh.tools.experts_figures import LayerFigures, layer_figures, rank_shares
 
@@ -49,7 +49,7 @@ def _summary(status: ExpertStatus) -> Table:
         ("last failure", status.last_failure or "-"),
         ("moved", f"{status.moved_rows:,} expert rows of at least {status.least_rows:,}, "
                   f"{status.moved_bytes / 2**20:,.1f} MiB"),
-        ("placement", f"{status.placement_hash & 0xFFFFFFFF:08x}"),
+        ("placement", hash_text(status.placement_hash)),
     ):  # fmt: skip
         table.add_row(name, Text(value))
     return table
@@ -57,6 +57,8 @@ def _summary(status: ExpertStatus) -> Table:
 
 def _phase(status: ExpertStatus) -> str:
     words = [status.phase]
+    if status.imported_hash:
+        words.append(f"placement {hash_text(status.imported_hash)} is not in every process of the engine yet")
     if status.layers_total:
         words.append(f"{status.layers_done} of {status.layers_total} layers")
     if status.is_paused:

@@ -13,6 +13,7 @@ import tyro
 
 from widemesh.model.config import ConfigError
 from widemesh.serving.grpc.server import EXIT_S, ServerConfig
+from widemesh.serving.job import END_SENTENCE
 from widemesh.serving.metrics_endpoint import MetricsConfig
 from widemesh.serving.process_config import ProcessConfig
 from widemesh.sharding.ticket.addresses import free_port
@@ -75,7 +76,8 @@ class Launch:
 
     def run(self) -> int:
         coordinator = f"{_HOST}:{self.coordinator_port or free_port()}"
-        return run_ranks(self.ranks(coordinator, os.environ, SERVE), stop_s=_STOP_S, say=_say)
+        ranks = self.ranks(coordinator, os.environ, SERVE)
+        return run_ranks(ranks, stop_s=_STOP_S, say=_say, end_sentence=END_SENTENCE)
 
     def ranks(self, coordinator: str, env: Mapping[str, str], serve: Sequence[str] = SERVE) -> list[Rank]:
         """What to run for each process; `serve` is the command that takes the flags of `widemesh serve`.

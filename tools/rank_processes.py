@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -25,15 +26,20 @@ class Rank:
     env: Mapping[str, str]
 
 
-def run_ranks(ranks: Sequence[Rank], *, stop_s: float, say: Callable[[str], None]) -> int:
+def run_ranks(
+    ranks: Sequence[Rank], *, stop_s: float, say: Callable[[str], None], end_sentence: re.Pattern[str] | None = None
+) -> int:
     """Run a job's processes until all have ended; blocks, and handles signals, so call it from the main thread.
 
     SIGINT, SIGTERM and the end of any one of them stop them all: each gets SIGTERM and, `stop_s` later, is killed.
     Returns 0 if they were told to stop and did, else the status of the first that ended with another one, where 128 +
     a signal's number stands for a signal. `say` gets a sentence on every end that was not asked for. Raises OSError if
     one cannot be started; those that were are killed.
+
+    `end_sentence` finds in a process's log what it says of the job's end, with a group `reason`. Several processes end
+    at about the same time then, and who is first says little, so the first reason that any has logged is told.
     """
-    job = _Job()
+    job = _Job(end_sentence)
     with job.signals():
         try:
             for rank, wanted in enumerate(ranks):
@@ -46,7 +52,8 @@ def run_ranks(ranks: Sequence[Rank], *, stop_s: float, say: Callable[[str], None
 class _Job:
     """Running processes by rank; a queue tells the main thread of their ends and, as None, of a signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_sentence: re.Pattern[str] | None) -> None:
+        self._end_sentence, self._reason = end_sentence, ""
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._events: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._print = threading.Lock()
@@ -69,7 +76,10 @@ class _Job:
         failures: list[int] = []
         if first is not None:
             rank, status = self._ended(first)
-            say(f"rank {rank} has ended with status {status}" + ("; stopping the others" if self._running else ""))
+            what = f"rank {rank} has ended with status {status}"
+            if status and self._reason:
+                what = f"the job has ended with status {status}: {self._reason}"
+            say(what + ("; stopping the others" if self._running else ""))
             failures += [status] if status else []
         for process in self._running.values():
             process.terminate()
@@ -122,5 +132,7 @@ class _Job:
     def _pump(self, rank: int, source: IO[bytes], target: TextIO) -> None:
         for line in source:
             text = line.decode(errors="replace").rstrip("\r\n")
+            if not self._reason and self._end_sentence and (found := self._end_sentence.search(text)):
+                self._reason = found["reason"]
             with self._print, contextlib.suppress(OSError, ValueError):  # nobody reads any more; the job goes on
                 print(f"[rank {rank}] {text}", file=target, flush=True)

@@ -15,8 +15,8 @@ from widemesh.serving.grpc.protos import experts_pb2 as pb
 _LAYOUT = ("num_layers", "num_experts", "ranks", "num_redundant_experts", "max_copies_per_expert", "num_groups",
            "num_nodes")  # fmt: skip
 # Fields that are the same in the dataclass and in the message.
-_PLAIN = ("model", "placement_hash", "load_steps", "balancedness", "phase", "layers_done", "layers_total",
-          "last_failure", "moved_bytes", "moved_rows", "least_rows", "is_paused", "is_disabled",
+_PLAIN = ("model", "placement_hash", "imported_hash", "load_steps", "balancedness", "phase", "layers_done",
+          "layers_total", "last_failure", "moved_bytes", "moved_rows", "least_rows", "is_paused", "is_disabled",
           "steps_to_trigger", "feasible")  # fmt: skip
 
 

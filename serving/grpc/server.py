@@ -180,6 +180,8 @@ async def _serve(make_engine: MakeEngine, config: ServerConfig, on_ready: Callab
         end = jobs[0].end if jobs else None
         if loading.exception() is not None and end is not None and end.is_others:  # what it stumbled over is no news
             exit_now(LOST_STATUS if end.is_failure else 0)
+        if end is not None and end.is_failure and _is_from_devices(loading.exception()):  # the job has said it
+            exit_now(LOST_STATUS)
         engine = await loading
         await server.set_engine(engine)
         ended: asyncio.Future[JobEnd] = loop.create_future()
@@ -205,6 +207,13 @@ async def _serve(make_engine: MakeEngine, config: ServerConfig, on_ready: Callab
 def _settle[T](future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)
+
+
+def _is_from_devices(err: BaseException | None) -> bool:
+    """Whether it tells of devices and what connects them, not of a place in the code."""
+    from jax.errors import JaxRuntimeError  # jax runs by now, if one was raised
+
+    return isinstance(err, JaxRuntimeError)
 
 
 async def _in_daemon_thread[T](function: Callable[[], T]) -> T:

@@ -26,6 +26,7 @@ from widemesh.sharding.axes import EP_AXIS, TP_AXIS
 from widemesh.sharding.exchange.ragged_rows import send_rows
 from widemesh.sharding.migrate.checksum import row_checksums
 from widemesh.sharding.migrate.words import from_words, to_words
+from widemesh.sharding.processes import met
 
 _EVERYWHERE = PartitionSpec()
 
@@ -50,12 +51,6 @@ class MigrationPrograms:
 
     layer: Any  # shapes of a layer's arrays: ShapeDtypeStruct [X, ...] with a NamedSharding each, X over `ep`
     is_native: bool  # False: rows cross by the stand-in for platforms without a ragged all-to-all
-
-    @classmethod
-    def of(cls, layer: Any, *, is_native: bool) -> MigrationPrograms:
-        """For layers whose arrays have the shapes and shardings of these ones, to which no reference is kept."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), layer)
-        return cls(layer=shapes, is_native=is_native)
 
     @property
     def row_bytes(self) -> int:
@@ -132,7 +127,8 @@ class MigrationPrograms:
 
         specs = self._specs
         mapped = self._mapped(copy, (specs.rows, specs, *[_EVERYWHERE] * 3), specs)
-        return jax.jit(mapped, donate_argnums=1, out_shardings=self._shardings)
+        program: Callable[..., Staging] = met(jax.jit(mapped, donate_argnums=1, out_shardings=self._shardings))
+        return program
 
     @functools.cached_property
     def verify(self) -> Callable[..., Int32[Array, ""]]:
@@ -151,7 +147,9 @@ class MigrationPrograms:
             return jax.lax.psum(jnp.sum(is_bad, dtype=jnp.int32), EP_AXIS)
 
         mapped = self._mapped(verify, (self._specs, _EVERYWHERE, _EVERYWHERE), _EVERYWHERE)
-        return jax.jit(mapped, out_shardings=NamedSharding(self._mesh, _EVERYWHERE))
+        everywhere = NamedSharding(self._mesh, _EVERYWHERE)
+        program: Callable[..., Int32[Array, ""]] = met(jax.jit(mapped, out_shardings=everywhere))
+        return program
 
     @functools.cached_property
     def commit(self) -> Callable[..., Any]:

@@ -74,15 +74,16 @@ class Lifeline:
     `on_failure(rank, reason)` is called once, on that thread, for the first rank known to be gone, to have been silent
     for `timeout_s`, or to have said `fail`; just before, the ticket is aborted with the same reason, so that a thread
     in its `sleep` or `wait` comes back. A rank that others gave up hears so itself, with its own number. `on_stop` is
-    called instead if the first news of all is that a rank has said `stop`.
+    called instead if the first news of all is that a rank has said `stop`. `remark` ends the sentence about silence.
     """
 
     def __init__(
         self, ticket: Ticket, on_failure: Callable[[int, str], None], *, timeout_s: float = 5.0,
-        interval_s: float = 0.5, on_stop: Callable[[int, str], None] | None = None,
+        interval_s: float = 0.5, on_stop: Callable[[int, str], None] | None = None, remark: str = "",
     ):  # fmt: skip
         self._ticket, self._on_failure, self._on_stop = ticket, on_failure, on_stop or on_failure
-        self._timeout_s, self._interval_s = timeout_s, min(interval_s, timeout_s / 4)
+        self._limit = timeout_s, remark  # replaced as one
+        self._interval_s = min(interval_s, timeout_s / 4)
         self._lines = {rank: _Line(sock) for rank, sock in ticket.take_star().items()}
         self._has_left: set[int] = set()
         self._is_over = threading.Event()
@@ -91,6 +92,12 @@ class Lifeline:
         if self._lines:
             self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
             self._thread.start()
+
+    def set_limit(self, timeout_s: float, remark: str = "") -> None:
+        """Silence may last so long from now on; what has lasted until now does not count. Beats stay as they are."""
+        for line in self._lines.values():
+            line.heard_s = time.monotonic()
+        self._limit = timeout_s, remark
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """Tell all other ranks that this one cannot go on, because of another `rank` if that is so.
@@ -148,11 +155,12 @@ class Lifeline:
                 if self._hear(rank, self._lines[rank]):
                     poll.unregister(fd)
             # As of before the poll: if this process is stopped here, what has come meanwhile is heard first.
-            limit_s = now_s - (self._timeout_s - 2 * self._interval_s)
+            timeout_s, remark = self._limit
+            limit_s = now_s - (timeout_s - 2 * self._interval_s)
             for rank, line in self._lines.items():
                 if rank not in self._has_left and line.heard_s < limit_s:
                     self._has_left.add(rank)
-                    self._report(rank, f"rank {rank} gave no sign of life for {self._timeout_s:g} s")
+                    self._report(rank, f"rank {rank} gave no sign of life for {timeout_s:g} s{remark}")
 
     def _hear(self, rank: int, line: _Line) -> bool:
         """Take in what a rank says; True when it says no more."""

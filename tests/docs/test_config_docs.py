@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import pytest
 
 from widemesh.tools import config_docs
+from widemesh.tools.generate import Generate
+from widemesh.tools.serve import Serve
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -50,6 +52,18 @@ def test_every_field_has_a_row() -> None:
     for cls in config_docs.SETTINGS:
         for field in dataclasses.fields(cls):
             assert f"| `{field.name}` |" in page
+
+
+def test_flags_of_a_group_are_named_as_each_command_takes_them() -> None:
+    """Parsed as they stand in the page; a word that is no flag would end the process."""
+    where = config_docs.SETTINGS[config_docs.EplbConfig]
+    flags = (("--eplb.", "--eplb-config", Serve, ["tiny"]),
+             ("--engine.eplb.", "--engine.eplb-config", Generate,
+              ["--file", "in.jsonl", "--out", "out.jsonl", "--model", "tiny"]))  # fmt: skip
+    for prefix, whole, command, needed in flags:
+        assert f"`{prefix}`" in where and f"`{whole}" in where
+        for given in ([f"{prefix}window-size", "500"], [whole, '{"window_size": 500}']):
+            assert command.parse("widemesh", [*needed, *given]).engine.eplb.window_size == 500
 
 
 def test_meanings_are_found_where_they_may_stand() -> None:

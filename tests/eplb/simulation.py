@@ -87,6 +87,8 @@ class Devices:
         self.slot_owner, self.version = slot_owner, 0
         self.rows = self._tags(slot_owner)
         self.staging = np.full(layout.num_slots, -1)
+        self.stamp, self.stamps = 0, np.zeros(layout.num_slots, int)  # of each staged row: that of its beginning
+        self.loses = False  # the next copy
         self.calls: list[tuple] = []  # since the last look
         self.raises: set[str] = set()  # calls that fail
         self.corrupts = False  # the next copy
@@ -135,14 +137,21 @@ class Devices:
         self._begin("read_step")
         return self._load(self.last)
 
+    def begin(self, layer):
+        self.stamp, self.begun = self.stamp + 1, layer
+
     def copy(self, layer, part):
+        assert layer == self.begun
         self._begin("copy", layer, part.source.tobytes(), part.target.tobytes())
         source, target = (x[part.source >= 0] for x in (part.source, part.target))
         quota = self.layout.slots_per_rank
         assert (source // quota != target // quota).all()
         sends = np.bincount(source // quota, minlength=self.layout.ranks)
         assert sends.max() <= self._slice_rows and part.source.shape[1] == self._slice_rows
-        self.staging[target] = self.rows[layer, source]
+        if self.loses:
+            self.loses = False
+            return
+        self.staging[target], self.stamps[target] = self.rows[layer, source], self.stamp
         if self.corrupts:
             self.staging[target[:1]] ^= 1 << 20
             self.corrupts = False
@@ -150,7 +159,8 @@ class Devices:
     def verify(self, migration):
         self._begin("verify", migration.layer)
         source, target = migration.transfers.T
-        return self._later(int((self.staging[target] != self.rows[migration.layer, source]).sum()))
+        differs = (self.staging[target] != self.rows[migration.layer, source]) | (self.stamps[target] != self.stamp)
+        return self._later(int(differs.sum()))
 
     def commit(self, migration, slot_owner):
         self._begin("commit", migration.layer, placement_hash(slot_owner))

@@ -111,7 +111,6 @@ def test_who_sends_what():
     (one,) = plan_migration(old, wanted, layout).layers
     assert one.transfers.tolist() == [[2, 4], [0 + 1, 5]]  # expert 0 from rank 1: rank 0 has to send expert 1 already
     assert one.commit.tolist() == [[1, 0], [1, 1], [2 + 0, 2 + 1]]
-    assert one.num_local_copies == 3
     assert [part.num_rows for part in one.slices(1)] == [1, 1] and [part.num_rows for part in one.slices(2)] == [2]
 
 
@@ -120,7 +119,7 @@ def test_what_a_rank_needs_twice_is_received_once():
     old, wanted = np.array([[0, 0, 1, 1]], np.int32), np.array([[1, 1, 0, 1]], np.int32)
     (one,) = plan_migration(old, wanted, layout).layers
     assert one.transfers.tolist() == [[2, 0], [0, 2]]
-    assert one.commit.tolist() == [[2, 2], [2, 1]] and one.num_local_copies == 1
+    assert one.commit.tolist() == [[2, 2], [2, 1]]
 
 
 def test_senders_share_the_work_and_slices_are_few():
@@ -139,7 +138,9 @@ def test_layers_go_in_the_order_that_is_asked_for():
     old = np.array([[0, 1]] * 3, np.int32)
     wanted = np.array([[1, 0], [0, 1], [1, 0]], np.int32)
     plan = plan_migration(old, wanted, layout, np.array([2, 0]))
-    assert [one.layer for one in plan.layers] == [2, 0] and plan.num_transfers == 4 and plan.num_local_copies == 0
+    assert [one.layer for one in plan.layers] == [2, 0] and plan.num_transfers == 4
     assert count_arrivals(old, wanted, layout) == 4
     with pytest.raises(ValueError, match="must name every layer that differs"):
         plan_migration(old, wanted, layout, np.array([2]))
+    with pytest.raises(ValueError, match="layer that differs, and once"):
+        plan_migration(old, wanted, layout, np.array([2, 0, 2]))

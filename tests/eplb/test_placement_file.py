@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from widemesh.eplb import ExpertLayout, dump_placement, parse_placement, read_placement
+from widemesh.eplb import ExpertLayout, dump_placement, hash_text, parse_placement, placement_hash, read_placement
 from widemesh.model.config import ConfigError
 
 LAYOUT = ExpertLayout(num_layers=2, num_experts=4, ranks=2)
@@ -28,6 +28,7 @@ def test_what_goes_out_comes_in(draws, data):
 def test_a_file_has_a_line_per_layer_and_may_be_written_by_hand(tmp_path):
     text = dump_placement(np.array(OWNER, np.int32), LAYOUT)
     assert text.splitlines()[1:] == ["[3, 2, 1, 0],", "[0, 1, 2, 3]", "]}"]
+    assert json.loads(text)["hash"] == hash_text(placement_hash(np.array(OWNER)))
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"slot_owner": OWNER}))
     assert read_placement(path, LAYOUT).tolist() == OWNER
@@ -37,12 +38,16 @@ def test_a_file_has_a_line_per_layer_and_may_be_written_by_hand(tmp_path):
     ("{", "p is not JSON"),
     ("[]", "p has no list slot_owner"),
     ({"slot_owner": 3}, "p has no list slot_owner"),
-    ({"slot_owner": [[0, 1, 2, 3], [0, 1, 2]]}, "p has layers of 3 and 4 slots; every layer must have 4"),
+    ({"slot_owner": [[0, 1, 2, 3], [0, 1, 2]]}, "p: layer 1 has length 3; it must be 4, an owner for each slot"),
+    ({"slot_owner": [[0, 1, 2, [3]], [0, 1, 2, 3]]}, r"p: slot 3 of layer 0 holds \[3\]; it must hold an expert"),
+    ({"slot_owner": [[0, 1, 2, 3], 7]}, "p: layer 1 is 7; it must be a list of the owners of its 4 slots"),
     ({"slot_owner": OWNER[:1]}, r"p has shape \(1, 4\); it must be \(2, 4\)"),
     ({"slot_owner": [[3, 2, 1, 1], [0, 1, 2, 3]]}, "p: no slot of layer 0 holds expert 0"),
-    ({"slot_owner": [["a", 2, 1, 1], [0, 1, 2, 3]]}, "p holds <U"),
-    ({"slot_owner": OWNER, "ranks": 4}, "p was made for ranks=4; it must be 2"),
-    ({"slot_owner": OWNER, "hash": 1}, "p does not have the hash that stands in it"),
+    ({"slot_owner": [["a", 2, 1, 1], [0, 1, 2, 3]]}, "p: slot 0 of layer 0 holds 'a'; it must hold an expert"),
+    ({"slot_owner": [[0, 1, 2, 3], [0, 1, 2, 3.5]]}, "p: slot 3 of layer 1 holds 3.5; it must hold an expert"),
+    ({"slot_owner": OWNER, "ranks": 4}, "p was made for ranks=4; it must be 2: use a placement of a model with r"),
+    ({"slot_owner": OWNER, "hash": 1}, r"p does not have the hash that stands in it \(1\)"),
+    ({"slot_owner": OWNER, "hash": "0000000a"}, r"p does not have the hash that stands in it \('0000000a'\)"),
 ])  # fmt: skip
 def test_files_that_cannot_be_used_are_refused(content, words):
     text = content if isinstance(content, str) else json.dumps(content)

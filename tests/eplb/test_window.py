@@ -13,8 +13,8 @@ from widemesh.eplb.window import FIRST_ROW, NEXT_ROW, NOT_RECORDED
 SMALL = EplbConfig(window_size=4, step_interval=12)
 
 
-def _run(window, steps, *, is_dummy=False, is_migrating=False):
-    return [window.step(is_dummy=is_dummy, is_migrating=is_migrating) for _ in range(steps)]
+def _run(window, steps, *, is_migrating=False):
+    return [window.step(is_migrating=is_migrating) for _ in range(steps)]
 
 
 def test_first_trigger_after_a_quarter_then_one_per_interval():
@@ -28,35 +28,27 @@ def test_first_trigger_after_a_quarter_then_one_per_interval():
     assert (rows[750:2750] == -1).all() and rows[2750:3750].tolist() == list(range(1000))  # the last 1,000 only
 
 
-def test_dummy_steps_count_and_are_not_recorded():
-    window = LoadWindow(SMALL)
-    records = [window.step(is_dummy=dummy, is_migrating=False) for dummy in (False, True, False)]
-    assert [record.ring_row for record in records] == [0, -1, 1] and records[-1].window_rows == 2
-    assert not any(record.is_trigger for record in _run(window, 12, is_dummy=True))  # nothing to plan with
-    assert window.since == 0
-
-
 def test_a_window_waits_until_nothing_moves():
     window = LoadWindow(SMALL)
     _run(window, 3)
     records = _run(window, 100, is_migrating=True)
     assert not any(record.is_trigger or record.ring_row >= 0 for record in records)
-    assert (window.since, window.held_steps) == (8, 92)  # where recording begins, and no further
+    assert window.since == 8  # where recording begins, and no further
     records = _run(window, 4)
     assert [record.ring_row for record in records] == [0, 1, 2, 3] and records[-1].window_rows == 4
-    assert (window.since, window.held_steps) == (0, 0)
+    assert window.since == 0
 
 
 def test_rows_of_an_earlier_placement_are_dropped():
     window = LoadWindow(SMALL)
     _run(window, 3)
     _run(window, 10)
-    window.step(is_dummy=False, is_migrating=True)  # a placement is imported in the middle of a window
+    window.step(is_migrating=True)  # a placement is imported in the middle of a window
     assert window.num_recorded == 0 and window.since == 8
     assert [record.window_rows for record in _run(window, 4)] == [0, 0, 0, 4]
 
 
-_EVENTS = ["step"] * 6 + ["moving", "dummy", "committed", "abandoned", "ask", "pause"]
+_EVENTS = ["step"] * 6 + ["moving", "committed", "abandoned", "ask", "pause"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -75,7 +67,7 @@ def test_the_counter_never_leaves_the_interval(events, size, more):
             window.pause()
             window.resume()
         else:
-            record = window.step(is_dummy=doing == "dummy", is_migrating=doing == "moving")
+            record = window.step(is_migrating=doing == "moving")
             assert -1 <= record.ring_row < size and 0 <= record.window_rows <= size
         assert 0 <= window.since < window.interval <= 2 * (size + more) and window.num_recorded <= size
     window.resume()
@@ -88,7 +80,7 @@ def test_abandoned_migrations_wait_longer_each_time_and_then_for_good():
     for _ in range(3):
         window.abandoned()
         steps = 0
-        while not window.step(is_dummy=False, is_migrating=False).is_trigger:
+        while not window.step(is_migrating=False).is_trigger:
             steps += 1
         waits.append(steps + 1)
     assert waits == [12, 24, 48] and not window.is_disabled

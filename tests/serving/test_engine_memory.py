@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from widemesh.eplb import EplbConfig
 from widemesh.model.checkpoint import Checkpoint
@@ -48,15 +49,19 @@ def test_state_and_parameters(engine: Engine) -> None:
 
 def test_with_moving_experts(engine_config: EngineConfig) -> None:
     """The arrays of an engine that has compiled nothing."""
-    eplb = EplbConfig(num_redundant_experts=8, window_size=20, step_interval=60)
+    eplb = EplbConfig(num_redundant_experts=8, window_size=20, step_interval=60, slice_rows=3)
     config = dataclasses.replace(engine_config, enable_eplb=True, eplb=eplb)
     checkpoint = Checkpoint.open(config.model)
     engram_hash = load_engram_hash(checkpoint.config, config.model)
     meshes = make_meshes(config.prefill_devices, config.decode_devices)
     device, plan = DeviceEngine(config, checkpoint, engram_hash, meshes), plan_memory(checkpoint.config, config)
-    staging = migration_programs(device.decode.programs).stage()
+    programs = migration_programs(device.decode.programs)
+    staging = programs.stage()
     check(plan.prefill, device.prefill)
     check(plan.decode, device.decode, **{"penalty tallies": device._tally, "expert load": device.expert_load,
                                          "expert staging": staging})  # fmt: skip
-    commit = next(part.num_bytes for part in plan.decode.parts if part.name == "expert commit")
-    assert commit == held_bytes(staging.rows, meshes.decode.devices.flat[0])
+    planned = {part.name: part.num_bytes for part in plan.decode.parts}
+    assert planned["expert commit"] == held_bytes(staging.rows, meshes.decode.devices.flat[0])
+    ends = jax.ShapeDtypeStruct((device.decode.ranks, eplb.slice_rows), jnp.int32)
+    copy = programs.copy.lower(programs.layer, programs.abstract_staging, ends, ends, jnp.int32(0)).compile()
+    assert 1 <= copy.memory_analysis().temp_size_in_bytes / planned["expert slice"] < 1.01

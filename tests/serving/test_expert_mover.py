@@ -77,6 +77,7 @@ def any_placement(device: DeviceEngine, seed: int) -> np.ndarray:
 
 def stage(mover: ExpertMover, migration: LayerMigration) -> int:
     """All slices of a layer, and how many rows are bad then."""
+    mover.begin(migration.layer)
     for part in migration.slices(mover.rows):
         mover.copy(migration.layer, part)
     return mover.verify(migration).bad_rows()
@@ -159,6 +160,23 @@ def test_a_flipped_bit_is_counted_and_a_new_start_heals_it(mover: ExpertMover, d
     assert stage(mover, migration) == 0
 
 
+def test_rows_staged_before_a_new_beginning_do_not_pass(mover: ExpertMover, device: DeviceEngine) -> None:
+    """Neither another migration of the layer nor a restart of the same one takes them for its own."""
+    state = device.decode
+    migration = plan_migration(state.slot_owner, any_placement(device, 11), state.layout).layers[0]
+    (first, *rest), total = migration.slices(mover.rows), len(migration.transfers)
+    assert rest and stage(mover, migration) == 0
+    mover.begin(migration.layer)
+    assert mover.verify(migration).bad_rows() == total
+    mover.copy(migration.layer, first)
+    assert mover.verify(migration).bad_rows() == total - first.num_rows
+    for part in rest:
+        mover.copy(migration.layer, part)
+    assert mover.verify(migration).bad_rows() == 0
+    with pytest.raises(ValueError, match=f"layer {migration.layer + 1} has not begun"):
+        mover.copy(migration.layer + 1, first)
+
+
 def test_a_slow_commit_does_not_meet_the_next_layers_rows(
     mover: ExpertMover, device: DeviceEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +187,7 @@ def test_a_slow_commit_does_not_meet_the_next_layers_rows(
     plan = plan_migration(owner, wanted, state.layout)
     slow(plan.layers[0].commit).block_until_ready()  # compiled
     for migration in plan.layers:
+        mover.begin(migration.layer)
         for part in migration.slices(mover.rows):
             mover.copy(migration.layer, part)
         owner = owner.copy()
@@ -197,6 +216,7 @@ def test_a_call_that_raises_changes_nothing(
     migration = plan_migration(owner, wanted, state.layout).layers[0]
     (part, *_) = migration.slices(mover.rows)
     compiled.mark_warm()
+    mover.begin(migration.layer)
 
     def fail(*given: Any) -> Any:
         for array in jax.tree.leaves(given[1]):

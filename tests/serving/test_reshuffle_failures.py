@@ -26,7 +26,7 @@ from widemesh.eplb.placement_file import dump_placement
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.checkpoint.table import tensor_table
 from widemesh.serving import Engine, EngineConfig, EngineError, FinishReason, SamplingParams
-from widemesh.serving.expert_control import EplbBusy
+from widemesh.serving.expert_control import EplbBusy, EplbPaused
 from widemesh.sharding.migrate import Staging
 
 
@@ -260,7 +260,8 @@ def test_pausing(engine, wanted) -> None:
         engine.experts.pause()
         until(lambda: engine.experts.status().is_paused)
         before = dict(engine.experts.status().rebalances)
-        engine.experts.rebalance(1)
+        with pytest.raises(EplbPaused, match="rebalancing is paused; run `widemesh experts resume` first"):
+            engine.experts.rebalance(1)
         seen = engine.stats().generated_tokens
         until(lambda: engine.stats().generated_tokens > seen + 200)
         status = engine.experts.status()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from widemesh.eplb import ExpertLayout, placement_hash
+from widemesh.eplb import ExpertLayout, hash_text, placement_hash
 from widemesh.serving.expert_control import ExpertStatus
 from widemesh.serving.grpc.server import GrpcServer, ServerConfig
 from widemesh.tools.cli import main
@@ -97,7 +97,7 @@ def test_show_prints_tables_json_and_a_picture(serve, capsys, tmp_path) -> None:
         "3 layers, 6 experts and 2 redundant ones in 8 slots on 4 ranks", "migrating, 1 of 3 layers, next plan in 120",
         "of 750 steps", "0.427, at most 0.750 under the load of the last plan",
         "0 abandoned, 2 committed, 1 skipped", "rank 3: [a] bad row",
-        "40 expert rows of at least 38, 3.0 MiB", f"{placement_hash(experts.slot_owner) & 0xFFFFFFFF:08x}",
+        "40 expert rows of at least 38, 3.0 MiB", hash_text(placement_hash(experts.slot_owner)),
     ):  # fmt: skip
         assert words in text, text
     rows = [line.split() for line in table if line.strip().startswith(("0 ", "1 ", "2 ", "all "))]
@@ -110,6 +110,7 @@ def test_show_prints_tables_json_and_a_picture(serve, capsys, tmp_path) -> None:
     ]
     found = json.loads(last)
     assert (found["address"], found["model"], found["phase"], found["num_slots"]) == (address, "target", "migrating", 8)
+    assert (found["placement_hash"], found["imported_hash"]) == (hash_text(placement_hash(experts.slot_owner)), "")
     assert found["rank_load"] == [[80, 20, 20, 20], [20, 80, 20, 10], [20, 20, 80, 20]]
     assert found["rebalances"] == {"committed": 2, "skipped": 1, "abandoned": 0}
     assert found["layers"][1] == {
@@ -143,8 +144,10 @@ def test_show_where_rebalancing_is_off_and_nothing_is_known(serve, capsys, tmp_p
         ({"is_paused": True}, "idle, paused"),
         ({"is_disabled": True}, "idle, given up after too many failures; `widemesh experts resume` tries again"),
         ({}, "idle, next plan in 120 steps"),
+        ({"phase": "waiting", "imported_hash": -57916389, "steps_to_trigger": 0},
+         "waiting, placement fc8c441b is not in every process of the engine yet"),
     ],
-)
+)  # fmt: skip
 def test_the_phase_is_said_in_words(facts, words) -> None:
     experts = fake.FakeExperts(**facts)
     assert words in shown(experts.status(), width=100)
@@ -194,7 +197,10 @@ def test_a_placement_goes_to_a_file_and_back(serve, capsys, tmp_path) -> None:
     file.write_text(json.dumps(content))
     assert main(["experts", "import", str(file), "--address", address]) == 0
     assert experts.slot_owner[2].tolist() == [5, 4, 3, 2, 1, 0, 5, 4]
-    assert f"{address} moves to the placement in {file}" in capsys.readouterr().out
+    found = hash_text(placement_hash(experts.slot_owner))
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{address} moves to placement {found} of {file} once every process of its engine has been given it; until "
+        "then `widemesh experts show` says waiting, and `widemesh experts pause` withdraws it")  # fmt: skip
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------

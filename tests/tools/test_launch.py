@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from widemesh.model.config import ConfigError
+from widemesh.serving.job import END_SENTENCE, Job, JobEnd
+from widemesh.sharding.ticket import Field, TicketSchema
 from widemesh.tools.cli import main
 from widemesh.tools.launch import Launch, without
 
@@ -121,6 +123,13 @@ import os, signal, sys, time
 flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 os.write(1, f"serving {sys.argv[1]} on {flags['--port']}, one of {flags['--num-processes']}\n".encode())
+if sys.argv[1] == "/lost":
+    if flags["--process-id"] == "1":
+        time.sleep(0.5)  # the one that has failed ends last
+    rank = flags["--process-id"]
+    said = f"12:00:00 ERROR x: rank 1 has failed (ValueError: 7); this process, rank {rank}, ends with status 70\n"
+    os.write(2, said.encode())
+    os._exit(70)
 if sys.argv[1] == "/broken" and flags["--process-id"] == "1":
     sys.exit(70)
 time.sleep(60)
@@ -154,3 +163,21 @@ def test_a_rank_that_fails_is_named() -> None:
         _, err = process.communicate(timeout=30)
     assert process.returncode == 70
     assert err == "widemesh launch: rank 1 has ended with status 70; stopping the others\n"
+
+
+def test_the_rank_that_the_job_blames_is_named() -> None:
+    """Though another one ends first."""
+    with start("/lost") as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 70
+    said = "widemesh launch: the job has ended with status 70: rank 1 has failed (ValueError: 7); stopping the others"
+    assert said in err.splitlines()
+
+
+def test_the_sentence_of_a_job_is_found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is logged, not as a copy of it has it."""
+    monkeypatch.setattr("widemesh.serving.job.exit_after", lambda *_: None)
+    job = Job.alone(TicketSchema((Field("a", "max"),)))
+    job._finish(JobEnd(reason="rank 3 is gone: its connection was closed", is_failure=True, is_others=True))
+    found = END_SENTENCE.search(f"12:00:00 ERROR widemesh.serving.job: {caplog.messages[-1]}")
+    assert found is not None and found["reason"] == "rank 3 is gone: its connection was closed"

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*widemesh/serving/grpc/protos/experts.proto\x12\x0bwidemesh.v1\"I\n\x16GetExpertStatusRequest\x12\x14\n\x0cinclude_load\x18\x01 \x01(\x08\x12\x19\n\x11include_placement\x18\x02 \x01(\x08\"\xc7\x04\n\x17GetExpertStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.widemesh.v1.ExpertLayout\x12\x16\n\x0eplacement_hash\x18\x03 \x01(\x11\x12+\n\nslot_owner\x18\x04 \x01(\x0b\x32\x17.widemesh.v1.Int32Array\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x17.widemesh.v1.Int64Array\x12\x12\n\nload_steps\x18\x06 \x01(\x03\x12\x14\n\x0c\x62\x61lancedness\x18\x07 \x01(\x01\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x13\n\x0blayers_done\x18\t \x01(\x05\x12\x14\n\x0clayers_total\x18\n \x01(\x05\x12H\n\nrebalances\x18\x0b \x03(\x0b\x32\x34.widemesh.v1.GetExpertStatusResponse.RebalancesEntry\x12\x14\n\x0clast_failure\x18\x0c \x01(\t\x12\x13\n\x0bmoved_bytes\x18\r \x01(\x03\x12\x12\n\nmoved_rows\x18\x0e \x01(\x03\x12\x12\n\nleast_rows\x18\x0f \x01(\x03\x12\x11\n\tis_paused\x18\x10 \x01(\x08\x12\x13\n\x0bis_disabled\x18\x11 \x01(\x08\x12\x18\n\x10steps_to_trigger\x18\x12 \x01(\x03\x12\x10\n\x08\x66\x65\x61sible\x18\x13 \x01(\x01\x1a\x31\n\x0fRebalancesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xbe\x01\n\x0c\x45xpertLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0bnum_experts\x18\x02 \x01(\x05\x12\r\n\x05ranks\x18\x03 \x01(\x05\x12\x1d\n\x15num_redundant_experts\x18\x04 \x01(\x05\x12\x1d\n\x15max_copies_per_expert\x18\x05 \x01(\x05\x12\x12\n\nnum_groups\x18\x06 \x01(\x05\x12\x11\n\tnum_nodes\x18\x07 \x01(\x05\x12\x11\n\tnum_slots\x18\x08 \x01(\x05\"+\n\nInt32Array\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0e\n\x06values\x18\x02 \x03(\x11\"+\n\nInt64Array\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0e\n\x06values\x18\x02 \x03(\x03\"0\n\x10RebalanceRequest\x12\x12\n\x05steps\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_steps\"\x13\n\x11RebalanceResponse\"\x19\n\x17PauseRebalancingRequest\"\x1a\n\x18PauseRebalancingResponse\"\x1a\n\x18ResumeRebalancingRequest\"\x1b\n\x19ResumeRebalancingResponse\"\x18\n\x16\x45xportPlacementRequest\"I\n\x17\x45xportPlacementResponse\x12\x16\n\x0eplacement_json\x18\x01 \x01(\t\x12\x16\n\x0eplacement_hash\x18\x02 \x01(\x11\"0\n\x16ImportPlacementRequest\x12\x16\n\x0eplacement_json\x18\x01 \x01(\t\"1\n\x17ImportPlacementResponse\x12\x16\n\x0eplacement_hash\x18\x01 \x01(\x11\x32\x98\x04\n\x07\x45xperts\x12V\n\tGetStatus\x12#.widemesh.v1.GetExpertStatusRequest\x1a$.widemesh.v1.GetExpertStatusResponse\x12J\n\tRebalance\x12\x1d.widemesh.v1.RebalanceRequest\x1a\x1e.widemesh.v1.RebalanceResponse\x12T\n\x05Pause\x12$.widemesh.v1.PauseRebalancingRequest\x1a%.widemesh.v1.PauseRebalancingResponse\x12W\n\x06Resume\x12%.widemesh.v1.ResumeRebalancingRequest\x1a&.widemesh.v1.ResumeRebalancingResponse\x12\\\n\x0f\x45xportPlacement\x12#.widemesh.v1.ExportPlacementRequest\x1a$.widemesh.v1.ExportPlacementResponse\x12\\\n\x0fImportPlacement\x12#.widemesh.v1.ImportPlacementRequest\x1a$.widemesh.v1.ImportPlacementResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*widemesh/serving/grpc/protos/experts.proto\x12\x0bwidemesh.v1\"I\n\x16GetExpertStatusRequest\x12\x14\n\x0cinclude_load\x18\x01 \x01(\x08\x12\x19\n\x11include_placement\x18\x02 \x01(\x08\"\xde\x04\n\x17GetExpertStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.widemesh.v1.ExpertLayout\x12\x16\n\x0eplacement_hash\x18\x03 \x01(\x11\x12+\n\nslot_owner\x18\x04 \x01(\x0b\x32\x17.widemesh.v1.Int32Array\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x17.widemesh.v1.Int64Array\x12\x12\n\nload_steps\x18\x06 \x01(\x03\x12\x14\n\x0c\x62\x61lancedness\x18\x07 \x01(\x01\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x13\n\x0blayers_done\x18\t \x01(\x05\x12\x14\n\x0clayers_total\x18\n \x01(\x05\x12H\n\nrebalances\x18\x0b \x03(\x0b\x32\x34.widemesh.v1.GetExpertStatusResponse.RebalancesEntry\x12\x14\n\x0clast_failure\x18\x0c \x01(\t\x12\x13\n\x0bmoved_bytes\x18\r \x01(\x03\x12\x12\n\nmoved_rows\x18\x0e \x01(\x03\x12\x12\n\nleast_rows\x18\x0f \x01(\x03\x12\x11\n\tis_paused\x18\x10 \x01(\x08\x12\x13\n\x0bis_disabled\x18\x11 \x01(\x08\x12\x18\n\x10steps_to_trigger\x18\x12 \x01(\x03\x12\x10\n\x08\x66\x65\x61sible\x18\x13 \x01(\x01\x12\x15\n\rimported_hash\x18\x14 \x01(\x11\x1a\x31\n\x0fRebalancesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xbe\x01\n\x0c\x45xpertLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0bnum_experts\x18\x02 \x01(\x05\x12\r\n\x05ranks\x18\x03 \x01(\x05\x12\x1d\n\x15num_redundant_experts\x18\x04 \x01(\x05\x12\x1d\n\x15max_copies_per_expert\x18\x05 \x01(\x05\x12\x12\n\nnum_groups\x18\x06 \x01(\x05\x12\x11\n\tnum_nodes\x18\x07 \x01(\x05\x12\x11\n\tnum_slots\x18\x08 \x01(\x05\"+\n\nInt32Array\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0e\n\x06values\x18\x02 \x03(\x11\"+\n\nInt64Array\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0e\n\x06values\x18\x02 \x03(\x03\"0\n\x10RebalanceRequest\x12\x12\n\x05steps\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_steps\"\x13\n\x11RebalanceResponse\"\x19\n\x17PauseRebalancingRequest\"\x1a\n\x18PauseRebalancingResponse\"\x1a\n\x18ResumeRebalancingRequest\"\x1b\n\x19ResumeRebalancingResponse\"\x18\n\x16\x45xportPlacementRequest\"I\n\x17\x45xportPlacementResponse\x12\x16\n\x0eplacement_json\x18\x01 \x01(\t\x12\x16\n\x0eplacement_hash\x18\x02 \x01(\x11\"0\n\x16ImportPlacementRequest\x12\x16\n\x0eplacement_json\x18\x01 \x01(\t\"1\n\x17ImportPlacementResponse\x12\x16\n\x0eplacement_hash\x18\x01 \x01(\x11\x32\x98\x04\n\x07\x45xperts\x12V\n\tGetStatus\x12#.widemesh.v1.GetExpertStatusRequest\x1a$.widemesh.v1.GetExpertStatusResponse\x12J\n\tRebalance\x12\x1d.widemesh.v1.RebalanceRequest\x1a\x1e.widemesh.v1.RebalanceResponse\x12T\n\x05Pause\x12$.widemesh.v1.PauseRebalancingRequest\x1a%.widemesh.v1.PauseRebalancingResponse\x12W\n\x06Resume\x12%.widemesh.v1.ResumeRebalancingRequest\x1a&.widemesh.v1.ResumeRebalancingResponse\x12\\\n\x0f\x45xportPlacement\x12#.widemesh.v1.ExportPlacementRequest\x1a$.widemesh.v1.ExportPlacementResponse\x12\\\n\x0fImportPlacement\x12#.widemesh.v1.ImportPlacementRequest\x1a$.widemesh.v1.ImportPlacementResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETEXPERTSTATUSREQUEST']._serialized_start=59
   _globals['_GETEXPERTSTATUSREQUEST']._serialized_end=132
   _globals['_GETEXPERTSTATUSRESPONSE']._serialized_start=135
-  _globals['_GETEXPERTSTATUSRESPONSE']._serialized_end=718
-  _globals['_GETEXPERTSTATUSRESPONSE_REBALANCESENTRY']._serialized_start=669
-  _globals['_GETEXPERTSTATUSRESPONSE_REBALANCESENTRY']._serialized_end=718
-  _globals['_EXPERTLAYOUT']._serialized_start=721
-  _globals['_EXPERTLAYOUT']._serialized_end=911
-  _globals['_INT32ARRAY']._serialized_start=913
-  _globals['_INT32ARRAY']._serialized_end=956
-  _globals['_INT64ARRAY']._serialized_start=958
-  _globals['_INT64ARRAY']._serialized_end=1001
-  _globals['_REBALANCEREQUEST']._serialized_start=1003
-  _globals['_REBALANCEREQUEST']._serialized_end=1051
-  _globals['_REBALANCERESPONSE']._serialized_start=1053
-  _globals['_REBALANCERESPONSE']._serialized_end=1072
-  _globals['_PAUSEREBALANCINGREQUEST']._serialized_start=1074
-  _globals['_PAUSEREBALANCINGREQUEST']._serialized_end=1099
-  _globals['_PAUSEREBALANCINGRESPONSE']._serialized_start=1101
-  _globals['_PAUSEREBALANCINGRESPONSE']._serialized_end=1127
-  _globals['_RESUMEREBALANCINGREQUEST']._serialized_start=1129
-  _globals['_RESUMEREBALANCINGREQUEST']._serialized_end=1155
-  _globals['_RESUMEREBALANCINGRESPONSE']._serialized_start=1157
-  _globals['_RESUMEREBALANCINGRESPONSE']._serialized_end=1184
-  _globals['_EXPORTPLACEMENTREQUEST']._serialized_start=1186
-  _globals['_EXPORTPLACEMENTREQUEST']._serialized_end=1210
-  _globals['_EXPORTPLACEMENTRESPONSE']._serialized_start=1212
-  _globals['_EXPORTPLACEMENTRESPONSE']._serialized_end=1285
-  _globals['_IMPORTPLACEMENTREQUEST']._serialized_start=1287
-  _globals['_IMPORTPLACEMENTREQUEST']._serialized_end=1335
-  _globals['_IMPORTPLACEMENTRESPONSE']._serialized_start=1337
-  _globals['_IMPORTPLACEMENTRESPONSE']._serialized_end=1386
-  _globals['_EXPERTS']._serialized_start=1389
-  _globals['_EXPERTS']._serialized_end=1925
+  _globals['_GETEXPERTSTATUSRESPONSE']._serialized_end=741
+  _globals['_GETEXPERTSTATUSRESPONSE_REBALANCESENTRY']._serialized_start=692
+  _globals['_GETEXPERTSTATUSRESPONSE_REBALANCESENTRY']._serialized_end=741
+  _globals['_EXPERTLAYOUT']._serialized_start=744
+  _globals['_EXPERTLAYOUT']._serialized_end=934
+  _globals['_INT32ARRAY']._serialized_start=936
+  _globals['_INT32ARRAY']._serialized_end=979
+  _globals['_INT64ARRAY']._serialized_start=981
+  _globals['_INT64ARRAY']._serialized_end=1024
+  _globals['_REBALANCEREQUEST']._serialized_start=1026
+  _globals['_REBALANCEREQUEST']._serialized_end=1074
+  _globals['_REBALANCERESPONSE']._serialized_start=1076
+  _globals['_REBALANCERESPONSE']._serialized_end=1095
+  _globals['_PAUSEREBALANCINGREQUEST']._serialized_start=1097
+  _globals['_PAUSEREBALANCINGREQUEST']._serialized_end=1122
+  _globals['_PAUSEREBALANCINGRESPONSE']._serialized_start=1124
+  _globals['_PAUSEREBALANCINGRESPONSE']._serialized_end=1150
+  _globals['_RESUMEREBALANCINGREQUEST']._serialized_start=1152
+  _globals['_RESUMEREBALANCINGREQUEST']._serialized_end=1178
+  _globals['_RESUMEREBALANCINGRESPONSE']._serialized_start=1180
+  _globals['_RESUMEREBALANCINGRESPONSE']._serialized_end=1207
+  _globals['_EXPORTPLACEMENTREQUEST']._serialized_start=1209
+  _globals['_EXPORTPLACEMENTREQUEST']._serialized_end=1233
+  _globals['_EXPORTPLACEMENTRESPONSE']._serialized_start=1235
+  _globals['_EXPORTPLACEMENTRESPONSE']._serialized_end=1308
+  _globals['_IMPORTPLACEMENTREQUEST']._serialized_start=1310
+  _globals['_IMPORTPLACEMENTREQUEST']._serialized_end=1358
+  _globals['_IMPORTPLACEMENTRESPONSE']._serialized_start=1360
+  _globals['_IMPORTPLACEMENTRESPONSE']._serialized_end=1409
+  _globals['_EXPERTS']._serialized_start=1412
+  _globals['_EXPERTS']._serialized_end=1948
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,7 @@ class GetExpertStatusRequest(_message.Message):
     def __init__(self, include_load: _Optional[bool] = ..., include_placement: _Optional[bool] = ...) -> None: ...
 
 class GetExpertStatusResponse(_message.Message):
-    __slots__ = ("model", "layout", "placement_hash", "slot_owner", "load", "load_steps", "balancedness", "phase", "layers_done", "layers_total", "rebalances", "last_failure", "moved_bytes", "moved_rows", "least_rows", "is_paused", "is_disabled", "steps_to_trigger", "feasible")
+    __slots__ = ("model", "layout", "placement_hash", "slot_owner", "load", "load_steps", "balancedness", "phase", "layers_done", "layers_total", "rebalances", "last_failure", "moved_bytes", "moved_rows", "least_rows", "is_paused", "is_disabled", "steps_to_trigger", "feasible", "imported_hash")
     class RebalancesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class GetExpertStatusResponse(_message.Message):
     IS_DISABLED_FIELD_NUMBER: _ClassVar[int]
     STEPS_TO_TRIGGER_FIELD_NUMBER: _ClassVar[int]
     FEASIBLE_FIELD_NUMBER: _ClassVar[int]
+    IMPORTED_HASH_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: ExpertLayout
     placement_hash: int
@@ -61,7 +62,8 @@ class GetExpertStatusResponse(_message.Message):
     is_disabled: bool
     steps_to_trigger: int
     feasible: float
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[_Union[ExpertLayout, _Mapping]] = ..., placement_hash: _Optional[int] = ..., slot_owner: _Optional[_Union[Int32Array, _Mapping]] = ..., load: _Optional[_Union[Int64Array, _Mapping]] = ..., load_steps: _Optional[int] = ..., balancedness: _Optional[float] = ..., phase: _Optional[str] = ..., layers_done: _Optional[int] = ..., layers_total: _Optional[int] = ..., rebalances: _Optional[_Mapping[str, int]] = ..., last_failure: _Optional[str] = ..., moved_bytes: _Optional[int] = ..., moved_rows: _Optional[int] = ..., least_rows: _Optional[int] = ..., is_paused: _Optional[bool] = ..., is_disabled: _Optional[bool] = ..., steps_to_trigger: _Optional[int] = ..., feasible: _Optional[float] = ...) -> None: ...
+    imported_hash: int
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[_Union[ExpertLayout, _Mapping]] = ..., placement_hash: _Optional[int] = ..., slot_owner: _Optional[_Union[Int32Array, _Mapping]] = ..., load: _Optional[_Union[Int64Array, _Mapping]] = ..., load_steps: _Optional[int] = ..., balancedness: _Optional[float] = ..., phase: _Optional[str] = ..., layers_done: _Optional[int] = ..., layers_total: _Optional[int] = ..., rebalances: _Optional[_Mapping[str, int]] = ..., last_failure: _Optional[str] = ..., moved_bytes: _Optional[int] = ..., moved_rows: _Optional[int] = ..., least_rows: _Optional[int] = ..., is_paused: _Optional[bool] = ..., is_disabled: _Optional[bool] = ..., steps_to_trigger: _Optional[int] = ..., feasible: _Optional[float] = ..., imported_hash: _Optional[int] = ...) -> None: ...
 
 class ExpertLayout(_message.Message):
     __slots__ = ("num_layers", "num_experts", "ranks", "num_redundant_experts", "max_copies_per_expert", "num_groups", "num_nodes", "num_slots")

@@ -84,7 +84,7 @@ class ExpertsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Make no new plan until Resume.
+        """Make no new plan until Resume, and withdraw a placement that is "waiting".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

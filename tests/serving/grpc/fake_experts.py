@@ -41,7 +41,7 @@ class FakeExperts:
             balancedness=balancedness(self.load, self.layout.ranks), **facts | self.facts,
         )  # fmt: skip
 
-    def rebalance(self, steps: int | None) -> None:
+    def rebalance(self, steps: int | None = None) -> None:
         self._steer("rebalance", steps)
         if steps is not None and not 1 <= steps <= WINDOW:
             raise ConfigError(f"steps={steps} must be between 1 and window_size={WINDOW}; leave it out for a window")

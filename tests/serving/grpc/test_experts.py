@@ -19,9 +19,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from widemesh.eplb import placement_hash
+from widemesh.eplb import hash_text, placement_hash
 from widemesh.model.config import ConfigError
-from widemesh.serving.expert_control import EplbBusy, EplbOff
+from widemesh.serving.expert_control import EplbBusy, EplbOff, EplbPaused
 from widemesh.serving.grpc.client import ServerError
 from widemesh.serving.grpc.experts_client import ExpertsClient
 from widemesh.serving.grpc.experts_convert import read_status, write_status
@@ -96,7 +96,7 @@ def test_status_has_arrays_only_when_asked(served):
 
 
 def test_a_status_survives_the_way(served):
-    experts = fake.FakeExperts(feasible=0.75)
+    experts = fake.FakeExperts(feasible=0.75, phase="waiting", imported_hash=-57916389)
     experts.slot_owner[0, 7] = -1
     experts.load[2, 1] = 2**40
     sent = experts.status()
@@ -136,7 +136,8 @@ def test_a_placement_goes_out_and_comes_back(served):
         async with served(experts) as (stub, _):
             out = await stub.ExportPlacement(pb.ExportPlacementRequest())
             content = json.loads(out.placement_json)
-            assert content.pop("hash") == out.placement_hash == placement_hash(experts.slot_owner)
+            assert content.pop("hash") == hash_text(out.placement_hash)
+            assert out.placement_hash == placement_hash(experts.slot_owner)
             content["slot_owner"][1] = [0, 2, 2, 3, 4, 5, 0, 1]
             back = await stub.ImportPlacement(pb.ImportPlacementRequest(placement_json=json.dumps(content)))
             return back.placement_hash, (await stub.GetStatus(EVERYTHING))
@@ -156,12 +157,12 @@ def test_a_placement_goes_out_and_comes_back(served):
         ("[" * 100_000, "placement is not JSON (maximum recursion depth exceeded"),
         ("{}", "placement has no list slot_owner; write one list of slot owners per layer under that name"),
         ('{"slot_owner": [[0, 1, 2, 3, 4, 5, 0, 1]]}', "placement has shape (1, 8); it must be (3, 8): 3 layers"),
-        ('{"slot_owner": [[0], [1, 2], [3]]}', "placement has layers of 1 and 2 slots; every layer must have 8"),
+        ('{"slot_owner": [[0], [1, 2], [3]]}', "placement: layer 0 has length 1; it must be 8, an owner"),
         (json.dumps({"slot_owner": [[0, 1, 2, 3, 4, 4, 0, 1]] * 3}),
          "placement: no slot of layer 0 holds expert 5; every expert from 0 to 5 needs at least one slot"),
         (json.dumps({"slot_owner": [[0, 1, 2, 3, 4, 6, 0, 1]] * 3}), "slot 5 of layer 0 holds 6; it must hold an"),
-        (json.dumps({"slot_owner": [[0, 1, 2, 3, 4, 5.5, 0, 1]] * 3}), "placement holds float64; it must hold whole"),
-        (json.dumps({"ranks": 8, "slot_owner": []}), "placement was made for ranks=8; it must be 4"),
+        (json.dumps({"slot_owner": [[0, 1, 2, 3, 4, 5.5, 0, 1]] * 3}), "placement: slot 5 of layer 0 holds 5.5; it"),
+        (json.dumps({"ranks": 8, "slot_owner": []}), "placement was made for ranks=8; it must be 4: use"),
         (json.dumps({"hash": 5, "slot_owner": [[0, 1, 2, 3, 4, 5, 0, 1]] * 3}), "does not have the hash that stands"),
     ],
 )  # fmt: skip
@@ -215,6 +216,18 @@ def test_an_import_while_experts_move_is_aborted(served):
     assert code is grpc.StatusCode.ABORTED
     assert detail == "experts are moving already; wait until `widemesh experts show` says idle"
     assert (EplbBusy("x").status, EplbOff().status) == (Status.ABORTED, Status.FAILED_PRECONDITION)
+
+
+def test_a_rebalance_while_paused_is_refused(served):
+    experts = fake.FakeExperts()
+    experts.error = EplbPaused()
+
+    async def main():
+        async with served(experts) as (stub, _):
+            return await refused(stub.Rebalance(pb.RebalanceRequest()))
+
+    assert asyncio.run(main()) == (grpc.StatusCode.FAILED_PRECONDITION,
+                                   "rebalancing is paused; run `widemesh experts resume` first")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)

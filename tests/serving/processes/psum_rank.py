@@ -33,6 +33,7 @@ if __name__ == "__main__":
     ones = jax.make_array_from_callback((size,), NamedSharding(mesh, spec), lambda _: np.ones(1, np.float32))
     assert np.asarray(add(ones).addressable_data(0)).tolist() == [size]
     leave_coordinator()
+    job.has_loaded(TIMEOUT_S)
     print("ready", flush=True)
     try:
         while True:

@@ -81,8 +81,9 @@ def test_both_move_together(run_job: Callable[..., Any], ask: Callable[..., Iter
                 seen = rounds
                 until(lambda seen=seen: rounds > seen + 1, statuses)
                 # One process alone has it: nobody moves.
-                for one, then in zip(statuses(), before, strict=True):
-                    assert (one.phase, one.placement_hash) == ("idle", then.placement_hash)
+                for rank, (one, then) in enumerate(zip(statuses(), before, strict=True)):
+                    waits = ("waiting", wanted_hash) if rank == turn else ("idle", 0)
+                    assert (one.phase, one.imported_hash, one.placement_hash) == (*waits, then.placement_hash)
                 assert experts[1 - turn].import_placement(placement) == wanted_hash
                 until(lambda turn=turn: ended(2 * turn + 1), statuses)
                 assert statuses()[0].placement_hash == wanted_hash

@@ -42,7 +42,7 @@ def test_only_rows_of_a_slice_cross_and_the_staging_area_stays_where_it_is() -> 
         codes, scales = (array((RANKS * HELD, OUT, n), jnp.uint8, "ep") for n in (IN // 2, IN // 32))
         return PackedMatrix(codes=codes, scales=scales)
 
-    programs = MigrationPrograms.of({"w1": matrix(), "w3": matrix()}, is_native=True)
+    programs = MigrationPrograms(layer={"w1": matrix(), "w3": matrix()}, is_native=True)
     layer, staging = programs.layer, programs.abstract_staging
     ends, slots, stamp = (array(shape, jnp.int32) for shape in ((RANKS, M), (RANKS, HELD), ()))
     copy = compile_ahead(programs.copy, (layer, staging, ends, ends, stamp), TARGET)

@@ -51,7 +51,9 @@ class Layer:
 
         self.table = jax.tree.map(rows, shapes, is_leaf=lambda x: isinstance(x, tuple))
         self.shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-        self.programs = MigrationPrograms.of(self.place(self.first_owner()), is_native=False)
+        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                             self.place(self.first_owner()))  # fmt: skip
+        self.programs = MigrationPrograms(layer=forms, is_native=False)
 
     def place(self, owner: np.ndarray) -> Any:
         """The live arrays of a placement [X]."""

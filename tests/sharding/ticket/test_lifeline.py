@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+
 import pytest
 
 from tests.sharding.ticket import lifeline_ranks as ranks
@@ -94,3 +97,28 @@ def test_one_rank_alone_has_nobody_to_watch():
     lifeline = Lifeline(LocalTicket(TicketSchema((Field("a", "max"),))), lambda *_: pytest.fail("called"))
     lifeline.fail("no peers")
     lifeline.close()
+
+
+class StarTicket(LocalTicket):
+    """Rank 0 of two, whose other rank says nothing."""
+
+    def __init__(self, sock: socket.socket):
+        super().__init__(TicketSchema((Field("a", "max"),)))
+        self.sock = sock
+
+    def take_star(self):
+        return {1: self.sock}
+
+
+def test_a_shorter_limit_counts_from_when_it_is_set():
+    heard: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    near, far = socket.socketpair()
+    with far:
+        lifeline = Lifeline(StarTicket(near), lambda *news: heard.put(news), timeout_s=60, interval_s=0.05)
+        with pytest.raises(queue.Empty):
+            heard.get(timeout=0.8)
+        lifeline.set_limit(0.4, "; wait longer")
+        with pytest.raises(queue.Empty):
+            heard.get(timeout=0.15)
+        assert heard.get(timeout=5) == (1, "rank 1 gave no sign of life for 0.4 s; wait longer")
+        lifeline.close()

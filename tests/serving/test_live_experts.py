@@ -1,0 +1,74 @@
+"""The control of a running engine's experts: what it asks of the reshuffler, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from widemesh.eplb import PAUSE, RESUME, TRIGGER, EplbConfig, Reshuffler, initial_placement, trigger_after
+from widemesh.model.config import ConfigError
+from widemesh.serving.expert_control import EplbPaused
+from widemesh.serving.live_experts import LiveExperts
+from widemesh.serving.request import Status
+
+CONFIG = EplbConfig(window_size=4, step_interval=12)
+LAYOUT = CONFIG.layout(num_layers=2, num_experts=4, ranks=2)
+
+
+@pytest.fixture
+def reshuffler() -> Reshuffler:
+    unused: Any = SimpleNamespace(row_bytes=1)
+    return Reshuffler("target", LAYOUT, CONFIG, initial_placement(LAYOUT), unused, unused)
+
+
+@pytest.fixture
+def experts(reshuffler: Reshuffler) -> LiveExperts:
+    """Between two steps of an engine that takes none."""
+    loop: Any = SimpleNamespace(call=lambda function: function())
+    decode: Any = None
+    return LiveExperts(loop, decode, reshuffler, CONFIG.window_size)
+
+
+def test_a_plan_may_be_asked_for_without_a_number(experts: LiveExperts, reshuffler: Reshuffler) -> None:
+    experts.rebalance()
+    experts.rebalance(3)
+    assert list(reshuffler._commands) == [TRIGGER, trigger_after(3)]
+
+
+def test_a_plan_is_refused_while_paused(experts: LiveExperts, reshuffler: Reshuffler) -> None:
+    """Also in the step in which the pause is asked for."""
+    experts.pause()
+    for steps in (None, 2):
+        with pytest.raises(EplbPaused) as caught:
+            experts.rebalance(steps)
+        assert str(caught.value) == "rebalancing is paused; run `widemesh experts resume` first"
+        assert caught.value.status is Status.FAILED_PRECONDITION
+    experts.resume()
+    experts.rebalance(2)
+    assert list(reshuffler._commands) == [PAUSE, RESUME, trigger_after(2)]
+
+
+@pytest.mark.parametrize("steps", [1.5, "3", 0, 5])
+def test_what_is_no_number_of_steps_is_refused(experts: LiveExperts, reshuffler: Reshuffler, steps: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^steps={steps!r} must be .*; use .*, or leave it out"):
+        experts.rebalance(steps)
+    assert not reshuffler._commands
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (None, "slot_owner is None; it must be an array of whole numbers"),
+    ([[1]], r"slot_owner has shape \(1, 1\); it must be \(2, 4\)"),
+    ([[0, 1, 2, 3], [0, 1, 2, 3.5]], "slot_owner: slot 3 of layer 1 holds 3.5; it must hold an expert from 0 to 3"),
+])  # fmt: skip
+def test_what_is_no_placement_is_refused(experts: LiveExperts, given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        experts.import_placement(given)
+    assert experts.status().phase == "idle"
+
+
+def test_an_imported_placement_waits_for_the_other_processes(experts: LiveExperts, reshuffler: Reshuffler) -> None:
+    experts.import_placement([[3, 2, 1, 0]] * 2)  # type: ignore[arg-type]
+    status = experts.status()
+    assert (status.phase, status.imported_hash) == ("waiting", reshuffler.report().plan_hash)
