@@ -81,8 +81,9 @@ def meet(timeout_s: float = _MEET_S) -> None:
 
     Raises RuntimeError when one does not come in time.
     """
+    client: Any = global_state.client  # its type is compiled
     if _meetings is not None:
-        global_state.client.wait_at_barrier(f"widemesh/{next(_meetings)}", round(timeout_s * 1e3))
+        client.wait_at_barrier(f"widemesh/{next(_meetings)}", round(timeout_s * 1e3))
 
 
 def leave_coordinator() -> None:

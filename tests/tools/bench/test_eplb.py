@@ -60,7 +60,7 @@ def test_rows_are_shared_by_copies():
     owner, rng = initial_placement(layout), np.random.default_rng(0)
     always = measure(owner, np.ones((1, 2)), layout, 4096, 2, rng)
     assert always.rank_share == pytest.approx(np.array([[0.75, 1.5, 0.75]]), abs=0.04)  # five deviations
-    assert always.rank_share[0, 1] == 1.5 and always.balancedness == pytest.approx(2 / 3)
+    assert always.balancedness == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_uniform_routing_reaches_what_it_can():
