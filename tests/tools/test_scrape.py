@@ -125,7 +125,7 @@ def page(at_s: float, lasts: dict[int, float] | None = None, **values: float) ->
         "device_s": "widemesh:device_step_seconds_sum", "kv": "vllm:kv_cache_usage_perc",
     }  # fmt: skip
     found = {names[name]: value for name, value in values.items()}
-    return Page(at_s=at_s, values=found, last_ranks=lasts or {}, model="tiny", engine="0")
+    return Page(at_s=at_s, values=found, last_ranks=lasts or {}, balancedness={}, model="tiny", engine="0")
 
 
 def test_rates_are_over_the_time_between_two_pages() -> None:

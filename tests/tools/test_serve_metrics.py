@@ -23,7 +23,7 @@ import sys, types
 sys.path.insert(0, {folder!r})
 from fake_engine import FakeEngine
 module = types.ModuleType("widemesh.serving.engine")
-module.Engine = lambda config, processes=None: FakeEngine(config.model, max_model_len=config.max_model_len)
+module.Engine = lambda config, *_, **__: FakeEngine(config.model, max_model_len=config.max_model_len)
 sys.modules["widemesh.serving.engine"] = module
 from widemesh.tools.cli import main
 sys.exit(main(sys.argv[1:]))

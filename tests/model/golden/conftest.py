@@ -328,8 +328,8 @@ def as_records(values: dict[str, Any]) -> Records:
 
 
 def cut(name: str, value: np.ndarray, rows: int) -> np.ndarray:
-    """The rows that are no padding; what is per entry, not per row, is left whole."""
-    if name.endswith(("compressed_kv", "index_keys")):
+    """The rows that are no padding; what is per entry or per expert, not per row, is left whole."""
+    if name.endswith(("compressed_kv", "index_keys", ".load")):
         return value
     return value[:rows] if name.endswith(("router_logits", "topk_ids", "topk_weights")) else value[:, :rows]
 
