@@ -259,3 +259,20 @@ def load_by_expert(reshuffler):
     """What the shown load says of each expert."""
     status = reshuffler.status()
     return fold_slots(status.load, status.slot_owner, reshuffler.layout.num_experts)
+
+
+def random_placement(rng, layout):
+    """Any valid one: each expert once, then copies anywhere, two of them on one rank as well."""
+    owner = np.full((layout.num_layers, layout.num_slots), -1)
+    owner[:, : layout.num_experts] = np.arange(layout.num_experts)
+    extra = layout.num_slots - layout.num_experts
+    if layout.num_redundant_experts:
+        copies = np.tile(np.repeat(np.arange(layout.num_experts), layout.max_copies - 1), (layout.num_layers, 1))
+        owner[:, layout.num_experts :] = rng.permuted(copies, axis=1)[:, :extra]
+    return rng.permuted(owner, axis=1)
+
+
+def import_everywhere(job, owner):
+    """Into every process at once."""
+    for one in job.reshufflers:
+        one.import_placement(owner)
