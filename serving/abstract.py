@@ -70,7 +70,7 @@ class AbstractArguments:
     def tail(self, rows: int) -> tuple[Any, ...]:
         """Of `Programs.tail`, behind an encode of `rows` rows; traces that encode to know what it hands on."""
         parameters, cache, batch, *tables = self.prefill(rows)
-        boundary, _ = jax.eval_shape(self.programs.encode(rows), parameters, cache, batch, *tables)
+        boundary, _ = self.programs.encode(rows).eval_shape(parameters, cache, batch, *tables)
         return parameters, cache, self._placed(boundary), batch, *tables
 
     def parameters(self) -> nnx.State[Any, Any]:

@@ -231,6 +231,5 @@ def step_programs(
     if config.replay_tail == "full":
         yield "prefill", programs.prefill(rows), lambda: abstract.prefill(rows)
         return
-    count = min(rows, programs.config.sliding_window)
     yield "encode", programs.encode(rows), lambda: abstract.prefill(rows)
-    yield "tail", programs.tail(count), lambda: abstract.tail(rows)
+    yield "tail", programs.tail(rows), lambda: abstract.tail(rows)

@@ -125,14 +125,13 @@ class DeviceEngine:
         programs = self.prefill.programs
         if self._has_tail:
             self._encode = {rows: programs.encode(rows) for rows in self._chunks}
-            self._tail = {rows: programs.tail(min(rows, model.sliding_window)) for rows in self._chunks}
+            self._tail = {rows: programs.tail(rows) for rows in self._chunks}
         else:
             self._whole = {rows: programs.prefill(rows) for rows in self._chunks}
         self._score = {rows: programs.score(rows) for rows in self._chunks}
-        self._export = programs.export()
 
         programs = self.decode.programs
-        self._import, self._join, self._write_tally = programs.import_state(), programs.join(), programs.write_tally()
+        self._join, self._write_tally = programs.join(), programs.write_tally()
         self._decode = programs.decode(config.decode_steps)
         self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len))
         self._tally = self.decode.put(init_tally(slots, model.vocab_size))
@@ -210,7 +209,7 @@ class DeviceEngine:
             done, state.cache = self._tail[rows](
                 state.parameters, state.cache, boundary, given, state.rope, state.replicas
             )
-            count = min(rows, self.model_config.sliding_window)
+            count = state.programs.tail_rows(rows)
             state.traffic.add("tail", count, int(np.minimum(ends, count).sum()))
             return done
         return boundary.pre
@@ -255,14 +254,20 @@ class DeviceEngine:
             count = len(load.source_pages)
             source = np.zeros(size, np.int32)  # page 0 fills up
             source[:count] = load.source_pages
-            handed = self._export(take_rank(self.prefill.cache, self.prefill.own.first + load.prefill_rank), source)
+            handed = self._export(load.prefill_rank, source)
             self.num_dispatches += 1
             arrived = self.transfer.send(handed, load.decode_rank, self.decode.sharding)
             slots = self.decode.one_slot(load.decode_slot)
             target[load.decode_rank, :count] = load.target_pages
         self.num_dispatches += 1
         given = self.decode.hand((slots, target))
-        self.decode.cache = self._import(self.decode.cache, arrived, *given)
+        self.decode.cache = self.decode.programs.import_state(size)(self.decode.cache, arrived, *given)
+
+    def _export(self, rank: int, pages: Int32[np.ndarray, "n"]) -> HandOver:
+        """What is handed over of the request on this prefill rank."""
+        rank += self.prefill.own.first
+        handed = self.prefill.programs.export(len(pages), rank)(take_rank(self.prefill.cache, rank), pages)
+        return handed
 
     # --- decode ---------------------------------------------------------------------------------------------------
 
@@ -378,7 +383,7 @@ class DeviceEngine:
             )  # fmt: skip
             self.load(load, size)
         if not self.decode.own.is_whole:
-            handed = self._export(take_rank(self.prefill.cache, self.prefill.own.first), np.zeros(size, np.int32))
+            handed = self._export(0, np.zeros(size, np.int32))
             self._idle_loads[size] = self.transfer.send(handed, -1, self.decode.sharding)
             self.load(None, size)
 

@@ -123,7 +123,7 @@ class ExpertMover:
         # A call that raises may have taken the staging area with it; the next one then makes another.
         staging, self._staging = self._staging or self._programs.stage(), None
         given = self._hand((part.source, part.target, np.int32(self._stamp)))
-        self._staging = self._programs.copy(self._live(layer), staging, *given)
+        self._staging = self._programs.copy(self.rows)(self._live(layer), staging, *given)
 
     def verify(self, migration: LayerMigration) -> CountVerifying:
         """Dispatch the comparison of all rows that the migration stages."""

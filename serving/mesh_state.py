@@ -65,7 +65,6 @@ class MeshState:
         self.replicated = named_sharding(mesh, ())
         self._model, self._mesh = model, mesh
         self._fill(checkpoint, config)
-        self._write_table = self.programs.write_table()
 
     def _fill(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         """Put on the devices what the programs take."""
@@ -130,7 +129,7 @@ class MeshState:
     def write_table(self, writes: PageWrites, most: int) -> None:
         """Set entries of the page tables. `most` are those of the rank that has the most, of any process."""
         size = next(size for size in self.write_sizes() if size >= most)
-        self.cache = self._write_table(self.cache, self.hand(self.packed_writes(writes, size)))
+        self.cache = self.programs.write_table(size)(self.cache, self.hand(self.packed_writes(writes, size)))
 
     def most_writes(self, writes: PageWrites) -> int:
         """Entries of the rank that has the most."""

@@ -7,9 +7,8 @@ rank, S rows, R ranks, P pages of a table.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Concatenate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ from widemesh.serving.expert_load import ExpertLoad, LoadRecorder, LoadSummary
 from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
 from widemesh.sharding import EP_AXIS, TP_AXIS, TensorParallel, partition_spec
 from widemesh.sharding.exchange import Form, LayerShape, Wish, choose_form, make_exchange
-from widemesh.sharding.processes import met
+from widemesh.sharding.kept import Kept, once
 
 ENDED = 1  # the slot has drawn a stop token or its last one
 NOT_FINITE = 2  # some logits held NaN or infinity, the tokens mean nothing
@@ -62,23 +61,9 @@ class HandOver:
     layers: tuple[LayerCache, ...]  # [1, ...] each
 
 
-def _once[**P, R](make: Callable[Concatenate[Programs, P], R]) -> Callable[Concatenate[Programs, P], R]:
-    """A method that answers the same arguments with the same object, so that what is compiled elsewhere is it."""
-
-    @functools.wraps(make)
-    def made(self: Programs, *args: P.args, **named: P.kwargs) -> R:
-        key = (make.__name__, args, tuple(named.items()))
-        if key not in self._made:
-            self._made[key] = make(self, *args, **named)
-        found: R = self._made[key]
-        return found
-
-    return made
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """Jitted step functions of one mesh."""
+    """Step functions of one mesh, each a jitted program that stays compiled."""
 
     config: ModelConfig
     numerics: Numerics
@@ -93,8 +78,8 @@ class Programs:
 
     # --- prefill --------------------------------------------------------------------------------------------------
 
-    @_once
-    def prefill(self, rows: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
+    @once
+    def prefill(self, rows: int) -> Kept[tuple[Int32[Array, "R"], Cache]]:
         """(parameters, cache, rows, rope, replicas) -> (length, cache): all layers on all rows.
 
         No logits: decode samples every token. The returned lengths say, by being there, that the step has run; the
@@ -110,8 +95,8 @@ class Programs:
 
         return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
-    @_once
-    def encode(self, rows: int) -> Callable[..., tuple[Boundary, Cache]]:
+    @once
+    def encode(self, rows: int) -> Kept[tuple[Boundary, Cache]]:
         """(parameters, cache, rows, rope, replicas) -> (boundary, cache): what later tokens need of a chunk."""
 
         def step(
@@ -121,9 +106,9 @@ class Programs:
 
         return self._jit(step, (_PER_RANK, _PER_RANK, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
-    @_once
-    def tail(self, count: int) -> Callable[..., tuple[Int32[Array, "R"], Cache]]:
-        """(parameters, cache, boundary, rows, rope, replicas) -> (length, cache): later layers, last `count` rows.
+    @once
+    def tail(self, rows: int) -> Kept[tuple[Int32[Array, "R"], Cache]]:
+        """(parameters, cache, boundary, rows, rope, replicas) -> (length, cache): later layers, last `tail_rows`.
 
         `rows` is the chunk, with length 0 where the prompt goes on after it. Lengths as in `prefill`.
         """
@@ -132,15 +117,19 @@ class Programs:
             parameters: nnx.State[Any, Any], cache: Cache, boundary: Boundary, batch: Rows, rope: RopeTables,
             replicas: ReplicaMaps,
         ) -> tuple[Int32[Array, "1"], Cache]:  # fmt: skip
-            model = nnx.merge(self.graph, parameters)
+            model, count = nnx.merge(self.graph, parameters), self.tail_rows(rows)
             boundary, batch = boundary.last_rows(batch, count)
             _, cache = model.tail(boundary, cache, self._context(batch, rope, replicas, count))
             return batch.length, cache
 
         return self._jit(step, (*[_PER_RANK] * 3, _EVERYWHERE, _EVERYWHERE), (_PER_RANK, _PER_RANK))
 
-    @_once
-    def score(self, rows: int) -> Callable[..., tuple[RowLogprobs, Cache]]:
+    def tail_rows(self, rows: int) -> int:
+        """How many rows `tail` runs of a chunk of so many."""
+        return min(rows, self.config.sliding_window)
+
+    @once
+    def score(self, rows: int) -> Kept[tuple[RowLogprobs, Cache]]:
         """(parameters, cache, rows, next tokens, rope, replicas) -> (log-probabilities [R, S, ...], cache).
 
         All layers on all rows, and what each row says of the token behind it, `next tokens` [R, S]. The only program
@@ -160,8 +149,8 @@ class Programs:
 
     # --- decode ---------------------------------------------------------------------------------------------------
 
-    @_once
-    def decode(self, steps: int) -> Callable[..., tuple[Cache, DecodeState, Tally, ExpertLoad, Sampled]]:
+    @once
+    def decode(self, steps: int) -> Kept[tuple[Cache, DecodeState, Tally, ExpertLoad, Sampled]]:
         """(parameters, cache, state, tally, load, control, writes, sampling, mask, hash, rope, replicas, record) ->
         new state and tokens.
 
@@ -223,54 +212,59 @@ class Programs:
         specs = (*[_PER_RANK] * 8, *[_EVERYWHERE] * 4)
         return self._jit(step, specs, (_PER_RANK,) * 5, donated=(1, 2, 3, 4))
 
-    @_once
-    def summarise_window(self) -> Callable[[ExpertLoad], LoadSummary]:
+    @once
+    def summarise_window(self) -> Kept[LoadSummary]:
         """Of the steps that the ring holds, on every rank."""
         return self._summary(lambda load: LoadSummary.of(load.ring, load.num_rows[0]))
 
-    @_once
-    def summarise_step(self) -> Callable[[ExpertLoad], LoadSummary]:
+    @once
+    def summarise_step(self) -> Kept[LoadSummary]:
         """Of the newest step, on every rank."""
         return self._summary(lambda load: LoadSummary.of(load.last[:, None], 1))
 
-    def join(self) -> Callable[..., DecodeState]:
+    @once
+    def join(self) -> Kept[DecodeState]:
         """(state, slots [R], rows [R, width]): write one slot per rank of the decode state; of -1, none."""
         return self._map(DecodeState.join, 3, donated=0)
 
-    def write_tally(self) -> Callable[..., Tally]:
+    @once
+    def write_tally(self) -> Kept[Tally]:
         """Set one slot per rank of the penalties' counts; a slot of -1 sets none."""
         return self._map(write_tally, 4, donated=0)
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def write_table(self) -> Callable[..., Cache]:
-        """(cache, writes [R, n, 3]): set entries of the page tables: (slot, place, page); a slot of -1 sets none."""
+    @once
+    def write_table(self, entries: int) -> Kept[Cache]:
+        """(cache, writes [R, entries, 3]): set entries of page tables: (slot, place, page); a slot of -1 sets none."""
         return self._map(lambda cache, writes: _write_table(cache, writes[0]), 2, donated=0)
 
-    def export(self) -> Callable[..., HandOver]:
-        """(cache of one rank, page ids) -> what is handed over of its only slot: its rings, and these pages."""
-        return jax.jit(lambda cache, pages: HandOver(cache.pages[pages], cache.layers))
+    @once
+    def export(self, pages: int, rank: int) -> Kept[HandOver]:
+        """(cache of that rank, ids of pages) -> what is handed over of its only slot: its rings, and these pages."""
+        program = jax.jit(lambda cache, ids: HandOver(cache.pages[ids], cache.layers))
+        return Kept(program, has_collectives=False)
 
-    def import_state(self) -> Callable[..., Cache]:
-        """(cache, hand-over, slots [R], pages [R, n]): write one request per rank into a slot and pages; of -1, none.
+    @once
+    def import_state(self, pages: int) -> Kept[Cache]:
+        """(cache, hand-over, slots [R], ids [R, pages]): write one request per rank into a slot and pages; of -1, none.
 
-        The hand-over is one as `export` makes it, with n pages, one request per rank. Pages past the end of the
-        pool are dropped.
+        The hand-over is one as `export` makes it, one request per rank. Pages past the end of the pool are dropped.
         """
 
-        def step(cache: Cache, handed: HandOver, slot: Int32[Array, "1"], pages: Int32[Array, "1 n"]) -> Cache:
+        def step(cache: Cache, handed: HandOver, slot: Int32[Array, "1"], ids: Int32[Array, "1 n"]) -> Cache:
             place = jnp.where(slot[0] < 0, cache.table.shape[0], slot[0])  # past the end = dropped
             layers = jax.tree.map(
                 lambda whole, part: whole.at[place].set(part[0], mode="drop"), cache.layers, handed.layers
             )
-            stored = cache.pages.at[pages[0]].set(handed.pages, mode="drop")
+            stored = cache.pages.at[ids[0]].set(handed.pages, mode="drop")
             return dataclasses.replace(cache, pages=stored, layers=layers)
 
         return self._map(step, 4, donated=0)
 
-    def _summary(self, summarise: Callable[[ExpertLoad], LoadSummary]) -> Callable[[ExpertLoad], LoadSummary]:
-        program: Callable[[ExpertLoad], LoadSummary] = met(jax.jit(summarise, out_shardings=self.sharding(_EVERYWHERE)))
-        return program
+    def _summary(self, summarise: Callable[[ExpertLoad], LoadSummary]) -> Kept[LoadSummary]:
+        program = jax.jit(summarise, out_shardings=self.sharding(_EVERYWHERE))
+        return Kept(program, has_collectives=True)
 
     def _context(
         self, rows: Rows, rope: RopeTables, replicas: ReplicaMaps, count: int, recorder: Recorder | None = None
@@ -317,15 +311,16 @@ class Programs:
         platform: str = self.mesh.devices.flat[0].platform
         return platform
 
-    def _map(self, step: Callable[..., Any], arguments: int, *, donated: int) -> Callable[..., Any]:
+    def _map(self, step: Callable[..., Any], arguments: int, *, donated: int) -> Kept[Any]:
         """A program without parameters whose every argument and result has one part per rank."""
         specs = (_PER_RANK,) * arguments
         mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=_PER_RANK, check_vma=False)
-        return jax.jit(mapped, donate_argnums=donated, out_shardings=self.sharding())
+        program = jax.jit(mapped, donate_argnums=donated, out_shardings=self.sharding())
+        return Kept(program, has_collectives=False)
 
     def _jit(
         self, step: Callable[..., Any], specs: tuple[PartitionSpec, ...], out: Any, donated: tuple[int, ...] = (1,)
-    ) -> Callable[..., Any]:
+    ) -> Kept[Any]:
         _, state = split_model(self.config)  # the axes hold for every array of a packed parameter
         parameters = jax.tree.map(
             lambda variable: variable.replace(partition_spec(variable.axes)),
@@ -335,8 +330,8 @@ class Programs:
         mapped = jax.shard_map(step, mesh=self.mesh, in_specs=(parameters, *specs), out_specs=out, check_vma=False)
         # Named, because XLA reports arrays without elements as replicated.
         shardings = jax.tree.map(self.sharding, out, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        program: Callable[..., Any] = met(jax.jit(mapped, donate_argnums=donated, out_shardings=shardings))
-        return program
+        program = jax.jit(mapped, donate_argnums=donated, out_shardings=shardings)
+        return Kept(program, has_collectives=True)
 
     def sharding(self, spec: PartitionSpec = _PER_RANK) -> NamedSharding:
         """Layout of an array with one part per rank (or `spec`)."""

@@ -10,7 +10,7 @@ coordinator together.
 Gloo waits 30 s for the others where a collective runs for the first time, and as long for data in some collectives.
 No option of JAX or XLA changes that (https://github.com/jax-ml/jax/issues/40831: its timeout is never set). Compiling
 takes longer where processes share few cores, or where the cache of programs is warm for one of them only. So all
-compile a program, meet at the coordinator, and run it then (`met`).
+compile a program, meet at the coordinator, and run it then (`kept.py`).
 """
 
 from __future__ import annotations
@@ -50,30 +50,6 @@ def start_processes(address: str, *, rank: int, size: int) -> None:
         shutdown_timeout_seconds=_LEAVE_S,
     )  # fmt: skip
     _meetings = itertools.count()
-
-
-class Met:
-    """A jitted program with collectives, all of whose calls have the same shapes. Made by `met`."""
-
-    def __init__(self, program: Any):
-        self._program, self._has_met = program, False
-        self.lower = program.lower
-
-    def __call__(self, *args: Any) -> Any:
-        if not self._has_met:
-            self.lower(*args).compile()  # which the call below finds
-            meet()
-            self._has_met = True
-        return self._program(*args)
-
-
-def met(program: Any) -> Any:
-    """A jitted program that all processes begin to run for the first time together, when each has compiled it.
-
-    With one process, the program as it is. All must call the same ones first in the same order, before they leave the
-    coordinator.
-    """
-    return program if _meetings is None else Met(program)
 
 
 def meet(timeout_s: float = _MEET_S) -> None:

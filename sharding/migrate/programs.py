@@ -6,7 +6,7 @@
 
 A layer is a tree of global arrays [X, ...], each cut along its first axis over `ep` and perhaps along another over
 `tp`: every device moves its part of a row to the device in the same place of another rank. R ranks, Q slots of a rank,
-X = R * Q, M rows that a rank sends, or receives, in a slice at the most.
+X = R * Q, and M rows that a rank sends, or receives, in a slice at the most.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jaxtyping import Array, Int32, UInt32
 
 from widemesh.sharding.axes import EP_AXIS, TP_AXIS
 from widemesh.sharding.exchange.ragged_rows import send_rows
+from widemesh.sharding.kept import Kept, once
 from widemesh.sharding.migrate.checksum import row_checksums
 from widemesh.sharding.migrate.words import from_words, to_words
-from widemesh.sharding.processes import met
 
 _EVERYWHERE = PartitionSpec()
 
@@ -42,7 +42,7 @@ class Staging:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MigrationPrograms:
-    """Jitted programs for layers of one form, each compiled on its first call (`copy` for each M).
+    """Programs for layers of one form, each compiled on its first call.
 
     Slots are global numbers. Arrays named `source`, `target` and `index` are the same on every rank, and so is
     `stamp`, a number that tells this migration of a layer from the ones before: rows that an earlier one has left in
@@ -51,6 +51,7 @@ class MigrationPrograms:
 
     layer: Any  # shapes of a layer's arrays: ShapeDtypeStruct [X, ...] with a NamedSharding each, X over `ep`
     is_native: bool  # False: rows cross by the stand-in for platforms without a ragged all-to-all
+    _made: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def row_bytes(self) -> int:
@@ -78,29 +79,29 @@ class MigrationPrograms:
         return Staging(rows=self.layer, checksums=checksums)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def stage(self) -> Callable[[], Staging]:
+    def stage(self) -> Kept[Staging]:
         """() -> a staging area of zeros, made where it lies."""
 
         def make() -> Staging:
             zeros: Staging = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_staging)
             return zeros
 
-        return jax.jit(make, out_shardings=self._shardings)
+        return Kept(jax.jit(make, out_shardings=self._shardings), has_collectives=False)
 
-    @functools.cached_property
-    def copy(self) -> Callable[..., Staging]:
-        """(layer, staging, source [R, M], target [R, M], stamp) -> staging, which is donated.
+    @once
+    def copy(self, rows: int) -> Kept[Staging]:
+        """(layer, staging, source [R, rows], target [R, rows], stamp) -> staging, which is donated.
 
         The row of slot `source[r, i]` goes to the staging row of slot `target[r, i]`, which lies on rank r; both are -1
-        for none. No rank may be named as a source more than M times. Each row crosses once, with a checksum of four
-        bytes per device; without the collective, every rank's M rows go to all. In between a device holds M rows
-        twice: those that it sends, and those that arrive.
+        for none. No rank may be named as a source more than `rows` times. Each row crosses once, with a checksum of
+        four bytes per device; without the collective, every rank's rows go to all. In between a device holds `rows`
+        rows twice: those that it sends, and those that arrive.
         """
 
         def copy(
             live: Any, staging: Staging, source: Int32[Array, "R M"], target: Int32[Array, "R M"], stamp: Array
         ) -> Staging:
-            me, held, rows = jax.lax.axis_index(EP_AXIS), self._held, source.shape[1]
+            me, held = jax.lax.axis_index(EP_AXIS), self._held
             sender = jnp.where(source < 0, -1, source // held)
             counts = jnp.sum(sender[None] == jnp.arange(self._ranks)[:, None, None], axis=2, dtype=jnp.int32)
 
@@ -127,11 +128,10 @@ class MigrationPrograms:
 
         specs = self._specs
         mapped = self._mapped(copy, (specs.rows, specs, *[_EVERYWHERE] * 3), specs)
-        program: Callable[..., Staging] = met(jax.jit(mapped, donate_argnums=1, out_shardings=self._shardings))
-        return program
+        return Kept(jax.jit(mapped, donate_argnums=1, out_shardings=self._shardings), has_collectives=True)
 
     @functools.cached_property
-    def verify(self) -> Callable[..., Int32[Array, ""]]:
+    def verify(self) -> Kept[Int32[Array, ""]]:
         """(staging, source [R, Q], stamp) -> rows of all ranks that are not what their sender had, on every rank.
 
         `source` is the slot that each staging row was copied from, -1 where none was. A row counts if a bit of it has
@@ -148,11 +148,10 @@ class MigrationPrograms:
 
         mapped = self._mapped(verify, (self._specs, _EVERYWHERE, _EVERYWHERE), _EVERYWHERE)
         everywhere = NamedSharding(self._mesh, _EVERYWHERE)
-        program: Callable[..., Int32[Array, ""]] = met(jax.jit(mapped, out_shardings=everywhere))
-        return program
+        return Kept(jax.jit(mapped, out_shardings=everywhere), has_collectives=True)
 
     @functools.cached_property
-    def commit(self) -> Callable[..., Any]:
+    def commit(self) -> Kept[Any]:
         """(layer, staging, index [R, Q]) -> the layer's arrays after the commit.
 
         Row v of a rank becomes its own live row `index[r, v]`, or from Q on the staging row `index[r, v] - Q`. Nothing
@@ -172,7 +171,7 @@ class MigrationPrograms:
 
         specs = self._specs
         mapped = self._mapped(commit, (specs.rows, specs, _EVERYWHERE), specs.rows)
-        return jax.jit(mapped, out_shardings=self._shardings.rows)
+        return Kept(jax.jit(mapped, out_shardings=self._shardings.rows), has_collectives=False)
 
     def _seeds(self, source: Int32[Array, "n"], target: Int32[Array, "n"], stamp: Array) -> UInt32[Array, "n"]:
         """Another one for every stamp, source and target."""

@@ -57,12 +57,12 @@ def test_packed_programs_trace_for_a_small_model():
     """Encode, tail behind it, the whole prefill, and decode of two steps."""
     programs = programs_of(PRESETS["tiny-structure"], 64, ranks=2)
     abstract = AbstractArguments(programs=programs, slots=2, pages=20, page_size=4)
-    boundary, _ = jax.eval_shape(programs.encode(8), *abstract.prefill(8))
+    boundary, _ = programs.encode(8).eval_shape(*abstract.prefill(8))
     assert boundary.streams.shape == (4, 8, 2, 64) and boundary.streams.dtype == jax.numpy.bfloat16
-    lengths, cache = jax.eval_shape(programs.tail(4), *abstract.tail(8))
+    lengths, cache = programs.tail(8).eval_shape(*abstract.tail(8))
     assert lengths.shape == (4,)
     assert jax.tree.map(lambda x: x.shape, cache) == jax.tree.map(lambda x: x.shape, abstract.cache())
-    *_, sampled = jax.eval_shape(programs.decode(2), *abstract.decode(2))
+    *_, sampled = programs.decode(2).eval_shape(*abstract.decode(2))
     assert sampled.packed.shape[0] == 4
 
 
@@ -70,7 +70,7 @@ def test_decode_step_of_the_released_model_traces():
     """40 layers, 8 ranks, 64 slots each: results have the shapes of what was donated."""
     programs = programs_of(FLASH, 1024)
     arguments = AbstractArguments(programs=programs, slots=64, pages=100, page_size=64).decode()
-    *donated, sampled = jax.eval_shape(programs.decode(1), *arguments)
+    *donated, sampled = programs.decode(1).eval_shape(*arguments)
     shapes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     assert shapes(tuple(donated)) == shapes(arguments[1:5])
     assert sampled.packed.shape == (512, 3)

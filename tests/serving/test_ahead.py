@@ -38,7 +38,7 @@ def test_a_bounded_tail_is_two_programs(engine) -> None:
     rows = config.chunk_rows
     encode, tail = step_programs(programs, config, "prefill")
     assert encode[:2] == ("encode", programs.encode(rows))
-    assert tail[:2] == ("tail", programs.tail(min(rows, engine.model_config.sliding_window)))
+    assert tail[:2] == ("tail", programs.tail(rows))
 
 
 @pytest.fixture(scope="module", params=["decode", pytest.param("prefill", marks=pytest.mark.slow)])

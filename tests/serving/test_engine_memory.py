@@ -63,5 +63,6 @@ def test_with_moving_experts(engine_config: EngineConfig) -> None:
     planned = {part.name: part.num_bytes for part in plan.decode.parts}
     assert planned["expert commit"] == held_bytes(staging.rows, meshes.decode.devices.flat[0])
     ends = jax.ShapeDtypeStruct((device.decode.ranks, eplb.slice_rows), jnp.int32)
-    copy = programs.copy.lower(programs.layer, programs.abstract_staging, ends, ends, jnp.int32(0)).compile()
+    given = programs.layer, programs.abstract_staging, ends, ends, jnp.int32(0)
+    copy = programs.copy(eplb.slice_rows).lower(*given).compile()
     assert 1 <= copy.memory_analysis().temp_size_in_bytes / planned["expert slice"] < 1.01

@@ -225,7 +225,7 @@ def test_a_call_that_raises_changes_nothing(
 
     programs = mover._programs
     with monkeypatch.context() as patch:
-        patch.setattr(mover, "_programs", SimpleNamespace(copy=fail, commit=fail, stage=programs.stage))
+        patch.setattr(mover, "_programs", SimpleNamespace(copy=lambda rows: fail, commit=fail, stage=programs.stage))
         with pytest.raises(RuntimeError, match="out of memory"):
             mover.copy(migration.layer, part)
     with pytest.raises(ValueError, match="a slice has 3 rows where the programs take 2"):

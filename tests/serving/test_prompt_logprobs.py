@@ -51,9 +51,6 @@ def bounded(engine_config: EngineConfig) -> Iterator[Engine]:
 @pytest.fixture(params=["full", "bounded"])
 def either(request: pytest.FixtureRequest) -> Engine:
     engine: Engine = request.getfixturevalue("engine" if request.param == "full" else "bounded")
-    # JAX's caches of programs hold a few thousand, of all tests in this process. What they have dropped of an engine
-    # that has been open for long comes back here, before anybody counts.
-    engine.generate([prompt(length, seed=9) for length in (1, 9, 50) * 2], [ASKS] * 3 + [GREEDY] * 3)
     return engine
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,20 +23,29 @@ LATE_S = 1.5
 
 
 class Slow:
-    """A program that rank 1 takes long to compile."""
+    """A program that rank 1 takes long to compile, and that notes when it was compiled and when it ran first."""
 
     def __init__(self, program: Any, rank: int):
         self.program, self.rank = program, rank
         self.compiled_s = self.ran_s = 0.0
+        self.trace, self.eval_shape = program.trace, program.eval_shape
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any) -> Slow:
+        """Itself, for `compile`."""
+        self.lowered = self.program.lower(*args)
+        return self
+
+    def compile(self) -> Callable[..., Any]:
+        """The compiled program."""
         time.sleep(LATE_S * self.rank)
+        compiled = self.lowered.compile()
         self.compiled_s = time.monotonic()
-        return self.program.lower(*args)
 
-    def __call__(self, *args: Any) -> Any:
-        self.ran_s = self.ran_s or time.monotonic()
-        return self.program(*args)
+        def call(*args: Any) -> Any:
+            self.ran_s = self.ran_s or time.monotonic()
+            return compiled(*args)
+
+        return call
 
 
 if __name__ == "__main__":
@@ -45,7 +55,8 @@ if __name__ == "__main__":
     from jax.sharding import NamedSharding, PartitionSpec
 
     from widemesh.sharding import EP_AXIS, make_meshes
-    from widemesh.sharding.processes import leave_coordinator, meet, met, start_processes
+    from widemesh.sharding.kept import Kept
+    from widemesh.sharding.processes import leave_coordinator, meet, start_processes
 
     start_processes(job.jax_address, rank=rank, size=2)
     mesh = make_meshes(2, 2, num_processes=2).decode
@@ -57,12 +68,10 @@ if __name__ == "__main__":
         lambda name, _, **__: compiles.append(name) if name.endswith("backend_compile_duration") else None
     )
     slow = Slow(add, rank)
-    program = met(slow)
-    assert isinstance(program, type(met(add)))
+    program: Kept[jax.Array] = Kept(slow, has_collectives=True)
     for _ in range(2):
         assert np.asarray(program(ones).addressable_data(0)).tolist() == [2]
     leave_coordinator()
-    assert met(add) is add
     meet()  # nobody waits any more
     print("seen", json.dumps([slow.compiled_s, slow.ran_s, len(compiles)]), flush=True)
     job.leave("done")

@@ -45,7 +45,7 @@ def test_only_rows_of_a_slice_cross_and_the_staging_area_stays_where_it_is() -> 
     programs = MigrationPrograms(layer={"w1": matrix(), "w3": matrix()}, is_native=True)
     layer, staging = programs.layer, programs.abstract_staging
     ends, slots, stamp = (array(shape, jnp.int32) for shape in ((RANKS, M), (RANKS, HELD), ()))
-    copy = compile_ahead(programs.copy, (layer, staging, ends, ends, stamp), TARGET)
+    copy = compile_ahead(programs.copy(M), (layer, staging, ends, ends, stamp), TARGET)
     verify = compile_ahead(programs.verify, (staging, slots, stamp), TARGET)
     commit = compile_ahead(programs.commit, (layer, staging, slots), TARGET)
 
