@@ -111,7 +111,10 @@ class _IdlePrograms:
 
         return run
 
-    def tail(self, count: int) -> Callable[..., Any]:
+    def tail_rows(self, rows: int) -> int:
+        return rows
+
+    def tail(self, rows: int) -> Callable[..., Any]:
         return lambda parameters, cache, *rest: (self._done, cache)
 
     def score(self, rows: int) -> Callable[..., Any]:
@@ -126,12 +129,12 @@ class _IdlePrograms:
 
         return run
 
-    def join(self) -> Callable[..., Any]:
+    def join(self, *sizes: int) -> Callable[..., Any]:
         return lambda state, *rest: state
 
     write_tally = write_table = import_state = join
 
-    def export(self) -> Callable[..., Any]:
+    def export(self, pages: int, rank: int) -> Callable[..., Any]:
         return lambda cache, pages: ()  # no array moves
 
 
