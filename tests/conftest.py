@@ -10,10 +10,14 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from widemesh.serving.compile_counter import CompileCounter
 
 _MAX_STORED_BYTES = 1 << 30
 SEED = "WIDEMESH_TEST_SEED"
@@ -44,6 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     stored = sum(path.stat().st_size for path in store.glob("*")) if store.is_dir() else 0
     if stored > _MAX_STORED_BYTES:
         shutil.rmtree(store, ignore_errors=True)
+
+
+@pytest.fixture
+def compiles() -> Iterator[CompileCounter]:
+    """Counts the programs that a test compiles, or loads from the store."""
+    from widemesh.serving.compile_counter import CompileCounter
+
+    counter = CompileCounter()
+    yield counter
+    counter.close()
 
 
 @pytest.hookimpl(optionalhook=True)

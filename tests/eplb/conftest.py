@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from widemesh.eplb import ExpertLayout, initial_placement, plan_placement
+from widemesh.eplb import EplbConfig, ExpertLayout, initial_placement, plan_placement
 from widemesh.model.config import ConfigError
 
 
@@ -68,3 +70,13 @@ def simulation() -> ModuleType:
     module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def start(simulation: ModuleType) -> Callable[..., Any]:
+    """Start a simulated job, of the simulation's own settings unless others are given."""
+
+    def start(config: EplbConfig = simulation.CONFIG, layout: ExpertLayout = simulation.LAYOUT, **options: Any) -> Any:
+        return simulation.Job(layout, config, **options)
+
+    return start

@@ -10,6 +10,7 @@ import numpy as np
 
 from widemesh.eplb import (
     Agreed,
+    EplbConfig,
     LoadReading,
     Reshuffler,
     balancedness,
@@ -23,6 +24,10 @@ from widemesh.eplb.window import FIRST_ROW, NEXT_ROW
 
 ROW_BYTES = 100
 NEVER = 10**9
+
+# What most tests of a rebalance take: windows and intervals of a few steps, half of the experts twice.
+CONFIG = EplbConfig(window_size=4, step_interval=12, num_redundant_experts=8, log_balancedness_interval=5)
+LAYOUT = CONFIG.layout(num_layers=3, num_experts=16, ranks=8)
 
 
 class Later:

@@ -20,7 +20,6 @@ from widemesh.eplb import (
     RESUME,
     TRIGGER,
     ChildPlanner,
-    EplbConfig,
     ReshuffleBusy,
     ReshufflePaused,
     balancedness,
@@ -31,22 +30,10 @@ from widemesh.eplb import (
     trigger_after,
 )
 
-CONFIG = EplbConfig(window_size=4, step_interval=12, num_redundant_experts=8, log_balancedness_interval=5)
-LAYOUT = CONFIG.layout(num_layers=3, num_experts=16, ranks=8)
-
-
-@pytest.fixture
-def start(simulation):
-    def start(config=CONFIG, layout=LAYOUT, **options):
-        return simulation.Job(layout, config, **options)
-
-    return start
-
-
 # --- a rebalance ------------------------------------------------------------------------------------------------------
 
 
-def test_a_rebalance_reads_plans_and_moves_layer_by_layer(start, caplog):
+def test_a_rebalance_reads_plans_and_moves_layer_by_layer(start, caplog, simulation):
     caplog.set_level(logging.INFO, "widemesh.eplb")
     job = start()
     assert job.run_to_end() == "committed"
@@ -63,7 +50,8 @@ def test_a_rebalance_reads_plans_and_moves_layer_by_layer(start, caplog):
     rows = status.moved_rows
     found = re.fullmatch(r"target: rebalanced: balancedness expected (.*) -> (.*), measured before (.*), 3 layers, "
                          rf"{rows} rows moved \(least: {rows}\), 0\.\d s", end)  # fmt: skip
-    for said, owner in zip(found.groups()[:2], (initial_placement(LAYOUT), job.first.slot_owner), strict=True):
+    owners = initial_placement(simulation.LAYOUT), job.first.slot_owner
+    for said, owner in zip(found.groups()[:2], owners, strict=True):
         real = balancedness(expected_slot_load(job.popularity, owner), 8)
         assert float(said) == pytest.approx(real, abs=2e-3)
     assert float(found[2]) > 0.95 > float(found[1]) + 0.2
@@ -92,9 +80,9 @@ def _measured(device, value):
     return load
 
 
-def test_fewer_redundant_experts_are_no_improvement(start, caplog):
+def test_fewer_redundant_experts_are_no_improvement(start, caplog, simulation):
     caplog.set_level(logging.INFO, "widemesh.eplb")
-    config = dataclasses.replace(CONFIG, num_redundant_experts=112)
+    config = dataclasses.replace(simulation.CONFIG, num_redundant_experts=112)
     job = start(config, config.layout(num_layers=3, num_experts=16, ranks=8))
     job.run_until(lambda: job.first.status().phase == "planning")
     job.run(2)
@@ -118,7 +106,7 @@ def test_what_is_shown_is_what_was_measured(start, simulation):
         def disabled(self, model, is_disabled):
             heard.append((model, is_disabled))
 
-    job = start(dataclasses.replace(CONFIG, step_interval=1000), listener=Listener(), model="draft")
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000), listener=Listener(), model="draft")
     assert job.first.status().load_steps == 0
     job.first.request(trigger_after(3))
     job.run(5)
@@ -136,9 +124,9 @@ def test_what_is_shown_is_what_was_measured(start, simulation):
     assert shown.balancedness > 0.95 and shown.steps_to_trigger > 0
 
 
-def test_load_of_other_slots_is_not_shown(start):
+def test_load_of_other_slots_is_not_shown(start, simulation):
     """From a layer's commit on nothing is known, until a step that ran since has been read."""
-    job = start(dataclasses.replace(CONFIG, step_interval=1000, log_balancedness_interval=1000))
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000, log_balancedness_interval=1000))
     job.first.request(trigger_after(3))
     job.run_until(lambda: job.first.status().phase == "migrating")
     assert job.first.status().load_steps == 3
@@ -152,7 +140,7 @@ def test_load_of_other_slots_is_not_shown(start):
 @pytest.mark.parametrize("looks", [0, 1, 30])
 def test_a_reading_that_comes_after_a_commit_is_dropped(start, simulation, looks):
     """With steps read one after the other, each load that is shown was counted under the placement beside it."""
-    job = start(dataclasses.replace(CONFIG, step_interval=1000, log_balancedness_interval=1))
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000, log_balancedness_interval=1))
     device, ran = job.devices[0], []
     read_step = device.read_step
 
@@ -164,7 +152,7 @@ def test_a_reading_that_comes_after_a_commit_is_dropped(start, simulation, looks
     device.read_step = read_slowly
     record = device.record
     device.record = lambda code, load: (ran.append((device.slot_owner, load)), record(code, load))
-    job.first.import_placement(simulation.random_placement(job.rng, LAYOUT))
+    job.first.import_placement(simulation.random_placement(job.rng, simulation.LAYOUT))
     seen = set()
     while job.ended() == 0 or job.num_steps < 100:
         job.step()
@@ -186,10 +174,11 @@ def test_a_plan_without_gain_moves_nothing_and_the_next_one_comes_in_time(start)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
-def test_processes_move_the_same_layers_at_the_same_steps(start, processes):
+def test_processes_move_the_same_layers_at_the_same_steps(start, processes, simulation):
     """Readings, plans and rows are ready at other times on each; `Job.step` checks everything else."""
     for seed in range(4):
-        job = start(dataclasses.replace(CONFIG, slice_rows=1 + seed % 3), processes=processes, seed=seed, delays=6)
+        config = dataclasses.replace(simulation.CONFIG, slice_rows=1 + seed % 3)
+        job = start(config, processes=processes, seed=seed, delays=6)
         for _ in range(5):
             job.popularity = job.draw_popularity()
             job.run_to_end()
@@ -254,7 +243,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("processes", [1, 3])
-def test_failure_gives_up_everywhere_and_the_next_trigger_tries_again(start, caplog, name, processes):
+def test_failure_gives_up_everywhere_and_the_next_trigger_tries_again(start, caplog, name, processes, simulation):
     breaks, reason = FAILURES[name]
     job = start(processes=processes)
     if processes > 1 and name == "the planner raises":
@@ -266,7 +255,7 @@ def test_failure_gives_up_everywhere_and_the_next_trigger_tries_again(start, cap
         status = one.status()
         assert status.last_failure.startswith(f"rank {rank}: {reason if mine == rank else 'its log says why'}")
         assert status.phase == "idle" and not status.is_disabled and job.planners[mine].is_idle
-    np.testing.assert_array_equal(job.first.slot_owner, initial_placement(LAYOUT))
+    np.testing.assert_array_equal(job.first.slot_owner, initial_placement(simulation.LAYOUT))
     assert sum(record.levelno == logging.WARNING for record in caplog.records) == processes  # one line each
     assert "the next plan comes in 12 steps" in caplog.text
     _heal(job)
@@ -328,8 +317,8 @@ def test_failures_in_a_row_wait_longer_and_then_for_good(start, caplog):
     assert job.run_to_end() == "committed" and not job.first.status().is_disabled
 
 
-def test_a_trigger_ends_the_wait_after_failures(start):
-    job = start(dataclasses.replace(CONFIG, max_retries=0))
+def test_a_trigger_ends_the_wait_after_failures(start, simulation):
+    job = start(dataclasses.replace(simulation.CONFIG, max_retries=0))
     job.planners[0].trouble = ValueError("no")
     assert job.run_to_end() == "abandoned" and job.first.status().is_disabled
     job.planners[0].trouble = None
@@ -349,13 +338,14 @@ def _step_to_end(job):
     return job.first.status().last_failure
 
 
-def test_planner_process_that_hangs_or_is_killed_costs_one_rebalance(start):
-    config = dataclasses.replace(CONFIG, max_retries=9)
+def test_planner_process_that_hangs_or_is_killed_costs_one_rebalance(start, simulation):
+    config = dataclasses.replace(simulation.CONFIG, max_retries=9)
     heard = threading.Event()
-    hangs = ChildPlanner(LAYOUT, config, deadline_s=0.3, command=(sys.executable, "-c", "import time; time.sleep(600)"))
+    command = sys.executable, "-c", "import time; time.sleep(600)"
+    hangs = ChildPlanner(simulation.LAYOUT, config, deadline_s=0.3, command=command)
     with contextlib.closing(hangs):
         assert _step_to_end(start(config, planners=[hangs])) == "rank 0: the planner had no plan after 0.3 s"
-    planner = ChildPlanner(LAYOUT, config, on_answer=heard.set)
+    planner = ChildPlanner(simulation.LAYOUT, config, on_answer=heard.set)
     job = start(config, planners=[planner])
     with contextlib.closing(job.first):
         assert not _step_to_end(job) and heard.is_set()
@@ -372,7 +362,7 @@ def test_planner_process_that_hangs_or_is_killed_costs_one_rebalance(start):
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_no_process_stops_rebalancing_for_good(start, simulation, seed):
     """Troubles, holds, new weights, commands and imports in any order, then none: the next trigger leads to a plan."""
-    job = start(dataclasses.replace(CONFIG, layer_deadline_s=1.0), processes=1 + seed, delays=4, seed=seed)
+    job = start(dataclasses.replace(simulation.CONFIG, layer_deadline_s=1.0), processes=1 + seed, delays=4, seed=seed)
     rng, held = job.rng, [0] * (1 + seed)
 
     def replace_weights():
@@ -381,7 +371,7 @@ def test_whatever_happens_no_process_stops_rebalancing_for_good(start, simulatio
             one.discard()
 
     def import_placement(rank):
-        owners = [simulation.random_placement(np.random.default_rng(i), LAYOUT) for i in range(2)]
+        owners = [simulation.random_placement(np.random.default_rng(i), simulation.LAYOUT) for i in range(2)]
         with contextlib.suppress(ReshuffleBusy):
             for one in job.reshufflers[: int(rng.integers(1 + seed)) + 1]:
                 one.import_placement(owners[int(rng.random() < 0.2)])
@@ -468,7 +458,7 @@ def test_an_idle_engine_moves_layers_that_have_no_row_to_wait_for(start):
 def test_rows_recorded_before_an_import_are_dropped(start, simulation):
     job = start()
     job.run(2)
-    simulation.import_everywhere(job, simulation.random_placement(job.rng, LAYOUT))
+    simulation.import_everywhere(job, simulation.random_placement(job.rng, simulation.LAYOUT))
     assert job.run_to_end(decodes=False) == "committed"
     job.run_until(lambda: job.first.status().phase == "planning")
     assert [call for call in job.history if call[0] == "read_window"] == [("read_window", 4)]
@@ -484,9 +474,9 @@ def test_a_good_rebalance_ends_the_longer_waits(start):
     assert job.run_to_end() == "abandoned" and job.first.status().steps_to_trigger <= 12
 
 
-def test_news_is_told_once(start):
+def test_news_is_told_once(start, simulation):
     job = start(processes=2)
-    job.first.import_placement(plan_placement(job.popularity, LAYOUT))
+    job.first.import_placement(plan_placement(job.popularity, simulation.LAYOUT))
     assert job.first.wants_step and not job.reshufflers[1].wants_step
     job.step(decodes=False)
     assert not job.first.wants_step and job.first.report().planned  # it is still true, but nobody must step to hear it
@@ -515,9 +505,9 @@ def test_nothing_is_committed_while_one_process_is_held(start):
     assert job.first.slot_owner is not before and job.first.status().layers_done == 1
 
 
-def test_rows_left_from_before_do_not_pass(start):
+def test_rows_left_from_before_do_not_pass(start, simulation):
     """The same rows were staged before and lie there still, but the newer copies have been lost."""
-    job = start(dataclasses.replace(CONFIG, step_interval=1000))
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000))
     (device,) = job.devices
     wanted = job.first.slot_owner.copy()
     wanted[1] = np.roll(wanted[1], 3)
@@ -563,7 +553,7 @@ def test_rows_of_replaced_weights_are_never_committed(start, seed):
 @pytest.mark.parametrize("redundant", [0, 8, 32])
 def test_two_hundred_random_placements_one_after_the_other(start, simulation, redundant):
     """With failures in between, from which each next one goes on half-way. Tags are checked after every step."""
-    config = dataclasses.replace(CONFIG, num_redundant_experts=redundant, slice_rows=2, max_retries=1000)
+    config = dataclasses.replace(simulation.CONFIG, num_redundant_experts=redundant, slice_rows=2, max_retries=1000)
     job = start(config, config.layout(num_layers=2, num_experts=16, ranks=8), seed=redundant, delays=1)
     for device in job.devices:
         device.read_step = lambda: job.devices[0]._load(job.devices[0].last)

@@ -21,18 +21,6 @@ from widemesh.eplb import (
 )
 from widemesh.model.config import ConfigError
 
-CONFIG = EplbConfig(window_size=4, step_interval=12, num_redundant_experts=8, log_balancedness_interval=5)
-LAYOUT = CONFIG.layout(num_layers=3, num_experts=16, ranks=8)
-
-
-@pytest.fixture
-def start(simulation):
-    def start(config=CONFIG, layout=LAYOUT, **options):
-        return simulation.Job(layout, config, **options)
-
-    return start
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -83,8 +71,8 @@ def test_a_trigger_beside_another_process_pause_comes_to_nothing(start, caplog):
     assert job.first.status().phase == "idle" and "while rebalancing is paused; resume it first" in caplog.text
 
 
-def test_a_trigger_while_experts_move_is_obeyed_after_it(start):
-    job = start(dataclasses.replace(CONFIG, step_interval=1000))
+def test_a_trigger_while_experts_move_is_obeyed_after_it(start, simulation):
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000))
     job.first.request(trigger_after(2))
     job.run_until(lambda: job.first.status().phase == "migrating")
     job.popularity = job.draw_popularity()
@@ -117,8 +105,8 @@ def test_more_steps_than_a_window_has_are_refused(start):
 
 
 def test_an_imported_placement_is_moved_to_when_all_have_it(start, simulation):
-    job = start(dataclasses.replace(CONFIG, step_interval=1000), processes=3)
-    wanted = simulation.random_placement(job.rng, LAYOUT)
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000), processes=3)
+    wanted = simulation.random_placement(job.rng, simulation.LAYOUT)
     for one in job.reshufflers:
         assert job.first.phase == "idle"
         one.import_placement(wanted)
@@ -134,8 +122,8 @@ def test_an_imported_placement_is_moved_to_when_all_have_it(start, simulation):
 
 
 def test_different_imports_are_given_up_with_both_hashes(start, simulation):
-    job = start(dataclasses.replace(CONFIG, step_interval=1000), processes=3)
-    a, b = (simulation.random_placement(job.rng, LAYOUT) for _ in range(2))
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000), processes=3)
+    a, b = (simulation.random_placement(job.rng, simulation.LAYOUT) for _ in range(2))
     for one, owner in zip(job.reshufflers, (a, a, b), strict=True):
         one.import_placement(owner)
     hashes = [one.report().plan_hash & 0xFFFFFFFF for one in job.reshufflers]
@@ -154,8 +142,8 @@ def test_different_imports_are_given_up_with_both_hashes(start, simulation):
 
 def test_an_import_that_waits_is_seen_and_can_be_withdrawn(start, simulation, caplog):
     caplog.set_level(logging.INFO, "widemesh.eplb")
-    job = start(dataclasses.replace(CONFIG, step_interval=1000), processes=3)
-    wanted = simulation.random_placement(job.rng, LAYOUT)
+    job = start(dataclasses.replace(simulation.CONFIG, step_interval=1000), processes=3)
+    wanted = simulation.random_placement(job.rng, simulation.LAYOUT)
     for one in job.reshufflers[:2]:
         one.import_placement(wanted)
     job.run(5)
@@ -176,14 +164,14 @@ def test_an_import_that_waits_is_seen_and_can_be_withdrawn(start, simulation, ca
 
 def test_an_import_that_all_have_goes_on_though_one_pauses(start, simulation):
     job = start(processes=2)
-    simulation.import_everywhere(job, simulation.random_placement(job.rng, LAYOUT))
+    simulation.import_everywhere(job, simulation.random_placement(job.rng, simulation.LAYOUT))
     job.reshufflers[1].request(PAUSE)
     assert job.run_to_end() == "committed" and job.first.status().is_paused
 
 
 def test_an_import_waits_for_a_rebalance_and_starts_from_its_end(start, simulation):
     job = start(processes=2)
-    wanted = simulation.random_placement(job.rng, LAYOUT)
+    wanted = simulation.random_placement(job.rng, simulation.LAYOUT)
     job.first.import_placement(wanted)
     assert job.run_to_end() == "committed"
     assert (job.first.slot_owner != wanted).any()
@@ -207,7 +195,7 @@ def test_a_placement_that_does_not_fit_is_refused(start):
 
 def test_lists_are_imported_as_well(start, simulation):
     job = start()
-    wanted = simulation.random_placement(job.rng, LAYOUT)
+    wanted = simulation.random_placement(job.rng, simulation.LAYOUT)
     job.first.import_placement(wanted.tolist())
     assert job.run_to_end() == "committed"
     np.testing.assert_array_equal(job.first.slot_owner, wanted)

@@ -29,6 +29,7 @@ from widemesh.serving import (
     SamplingParams,
     Status,
 )
+from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.device import DecodeStep, DeviceEngine
 from widemesh.serving.programs import NOT_FINITE
 
@@ -151,16 +152,9 @@ def test_one_token_prompt_moves_nothing(engine: Engine) -> None:
     assert engine.transfer_bytes == before
 
 
-def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
+def test_nothing_compiles_after_warm_up(engine: Engine, compiles: CompileCounter) -> None:
     """Not even where JAX has forgotten what it had compiled, as it does beside thousands of other programs."""
-    compiled: list[str] = []
-
-    def listen(name: str, *_: object, **__: object) -> None:
-        if name.endswith("backend_compile_duration"):
-            compiled.append(name)
-
     jax.clear_caches()
-    jax.monitoring.register_event_duration_secs_listener(listen)
     settings = [
         GREEDY, SamplingParams(max_tokens=3), SamplingParams(top_k=5, top_p=0.5, seed=1, max_tokens=4),
         SamplingParams(max_tokens=4, logprobs=3, presence_penalty=0.5), SamplingParams(max_tokens=2, prompt_logprobs=2),
@@ -168,10 +162,9 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     lengths = LENGTHS * len(settings)
     engine.generate([prompt(length, seed=3) for length in lengths],
                     [settings[i // len(LENGTHS)] for i in range(len(lengths))])  # fmt: skip
-    assert compiled == []
-    jax.jit(lambda x: x * 3 + 1)(np.arange(7))  # the listener does hear
-    assert compiled
-    jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiles.total == 0
+    jax.jit(lambda x: x * 3 + 1)(np.arange(7))  # it does count
+    assert compiles.total == 1
 
 
 def test_stream_and_cancel(engine: Engine, alone: dict[int, np.ndarray]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,14 +50,6 @@ def mover(device: DeviceEngine) -> ExpertMover:
     found = ExpertMover(device)
     found.warm_up()
     return found
-
-
-@pytest.fixture
-def compiled() -> Iterator[CompileCounter]:
-    """How many programs a test compiles."""
-    counter = CompileCounter()
-    yield counter
-    counter.close()
 
 
 def any_placement(device: DeviceEngine, seed: int) -> np.ndarray:
@@ -124,17 +115,17 @@ def test_it_is_a_mover(mover: ExpertMover, device: DeviceEngine) -> None:
 
 
 def test_weights_and_maps_are_as_loaded(
-    mover: ExpertMover, device: DeviceEngine, checkpoint: Path, compiled: CompileCounter
+    mover: ExpertMover, device: DeviceEngine, checkpoint: Path, compiles: CompileCounter
 ) -> None:
     state, moved = device.decode, 0
     a_step(state.parameters, state.replicas)
-    compiled.mark_warm()
+    compiles.mark_warm()
     for seed in range(2):
         wanted = any_placement(device, seed)
         moved += migrate(mover, device, wanted)
         assert np.array_equal(state.slot_owner, wanted)
         a_step(state.parameters, state.replicas)  # knows what a commit has made
-    assert compiled.after_warm_up == 0 and moved > 50
+    assert compiles.after_warm_up == 0 and moved > 50
     check_as_loaded(device, checkpoint)
 
 
@@ -209,13 +200,13 @@ def _after_a_while(index: jax.Array) -> jax.Array:
 
 def test_a_call_that_raises_changes_nothing(
     mover: ExpertMover, device: DeviceEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
-    compiled: CompileCounter,
+    compiles: CompileCounter,
 ) -> None:  # fmt: skip
     state, wanted = device.decode, any_placement(device, 8)
     before, owner = state.parameters, state.slot_owner
     migration = plan_migration(owner, wanted, state.layout).layers[0]
     (part, *_) = migration.slices(mover.rows)
-    compiled.mark_warm()
+    compiles.mark_warm()
     mover.begin(migration.layer)
 
     def fail(*given: Any) -> Any:
@@ -232,7 +223,7 @@ def test_a_call_that_raises_changes_nothing(
         mover.copy(migration.layer, next(iter(migration.slices(3))))
     assert state.parameters is before and state.slot_owner is owner
     assert stage(mover, migration) == 0  # in another staging area
-    assert compiled.after_warm_up == 0
+    assert compiles.after_warm_up == 0
     check_as_loaded(device, checkpoint)
 
 

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from widemesh.model.forward import ForwardModel
 from widemesh.model.numerics import NUMERICS
 from widemesh.serving import Completion, Engine, EngineConfig, RequestError, SamplingParams, TokenLogprobs
+from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.device import PrefillRow, PrefillStep
 from widemesh.serving.prompt_scores import PromptScores
 from widemesh.serving.request import Delta
@@ -54,19 +54,6 @@ def either(request: pytest.FixtureRequest) -> Engine:
     return engine
 
 
-@pytest.fixture
-def compiles() -> Iterator[list[str]]:
-    heard: list[str] = []
-
-    def listen(name: str, *_: object, **__: object) -> None:
-        if name.endswith("backend_compile_duration"):
-            heard.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield heard
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def check(model: ForwardModel, ids: np.ndarray, got: TokenLogprobs | None, asked: int) -> None:
     """Against the log-softmax of a whole forward."""
     assert got is not None
@@ -86,10 +73,10 @@ def check(model: ForwardModel, ids: np.ndarray, got: TokenLogprobs | None, asked
     assert (got.ranks <= 1 + (wanted > own - 2e-4).sum(-1)).all()
 
 
-def test_equal_to_a_whole_forward(model: ForwardModel, either: Engine, compiles: list[str]) -> None:
+def test_equal_to_a_whole_forward(model: ForwardModel, either: Engine, compiles: CompileCounter) -> None:
     prompts = [prompt(length) for length in LENGTHS]
     done = either.generate(prompts, ASKS)
-    assert compiles == []
+    assert compiles.total == 0
     for ids, one in zip(prompts, done, strict=True):
         check(model, ids, one.prompt_logprobs, 6)
         assert one.logprobs is None and len(one.token_ids) == 5
@@ -110,7 +97,7 @@ def test_settings_do_not_enter(engine: Engine, model: ForwardModel) -> None:
 
 
 def test_others_get_what_they_get_alone(
-    model: ForwardModel, either: Engine, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+    model: ForwardModel, either: Engine, compiles: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that ask and requests that do not prefill in the same steps, on either rank, in two orders."""
     flush(either)
@@ -141,7 +128,7 @@ def test_others_get_what_they_get_alone(
             assert one.prompt_logprobs is None
             np.testing.assert_array_equal(one.token_ids, single.token_ids)
             np.testing.assert_allclose(one.logprobs.chosen, single.logprobs.chosen, atol=2e-4)
-    assert compiles == [] and any(mixed)
+    assert compiles.total == 0 and any(mixed)
 
 
 def test_a_warm_cache_is_not_read(either: Engine, model: ForwardModel) -> None:

@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from widemesh.serving import Engine, FinishReason, RequestError, SamplingParams
+from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.request import Completion, Delta
 
 BASE = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -48,21 +47,8 @@ def alone(engine: Engine) -> dict[str, Completion]:
     return {name: engine.generate(prompt(9, i), one)[0] for i, (name, one) in enumerate(FEATURES.items())}
 
 
-@pytest.fixture
-def compiles() -> Iterator[list[str]]:
-    heard: list[str] = []
-
-    def listen(name: str, *_: object, **__: object) -> None:
-        if name.endswith("backend_compile_duration"):
-            heard.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield heard
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_any_mix_equals_alone_and_compiles_nothing(
-    engine: Engine, alone: dict[str, Completion], compiles: list[str]
+    engine: Engine, alone: dict[str, Completion], compiles: CompileCounter
 ) -> None:
     """All features in one queue, in two orders: no request feels another's settings, in whichever slot of whichever
     rank it runs.
@@ -73,7 +59,7 @@ def test_any_mix_equals_alone_and_compiles_nothing(
         for name, one in zip(order, done, strict=True):
             np.testing.assert_array_equal(one.token_ids, alone[name].token_ids, err_msg=name)
             assert (one.text, one.finish_reason) == (alone[name].text, alone[name].finish_reason)
-    assert compiles == []
+    assert compiles.total == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
