@@ -229,6 +229,7 @@ def test_one_stops_and_all_end(ranks) -> None:
     stopping.start()
     stopping.join(20)
     until(lambda: not first.loop.is_running)
+    until(lambda: first.ends and second.ends)  # which the first one, now told, may still be writing
     assert first.loop.stopped_by == second.loop.stopped_by == 1
     assert {first.ends["r"], second.ends["r"]} <= {FinishReason.ABORT, FinishReason.LENGTH}
     assert not first.loop.post(SimpleNamespace(prompt=[5]))  # type: ignore[arg-type]
