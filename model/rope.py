@@ -86,8 +86,16 @@ def rotate(
     cos, sin = cos.reshape(shape), sin.reshape(shape)
     if inverse:
         sin = -sin
-    dims = 2 * cos.shape[-1]
-    rest, turned = x[..., :-dims], x[..., -dims:]
-    even, odd = turned[..., 0::2], turned[..., 1::2]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(turned.shape)
-    return jnp.concatenate([rest, turned], axis=-1)
+    rest = x.shape[-1] - 2 * cos.shape[-1]
+    if x.ndim == 3:
+        kept, turned = x[..., :rest], x[..., rest:]
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(turned.shape)
+        return jnp.concatenate([kept, turned], axis=-1)
+    # With heads the array is large: one pass over it, with an angle of 0 for the dimensions that stay, instead of two
+    # copies (4 % of a prefill on a CPU). Without heads XLA would put that pass into each of its readers again.
+    pad = [(0, 0)] * (x.ndim - 1) + [(rest, 0)]
+    own = jnp.pad(jnp.repeat(cos, 2, axis=-1), pad, constant_values=1.0)
+    other = jnp.pad(jnp.stack([-sin, sin], axis=-1).reshape(*shape[:-1], -1), pad)
+    swapped = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+    return x * own + swapped * other

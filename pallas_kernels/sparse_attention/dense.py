@@ -37,17 +37,21 @@ def attend_mask(
     entries, those of the tier it is in (`row_blocks`).
     """
     b, _, n, h = q.shape
+    q = q * h**-0.5
+    # Between window and entries, never seen: it makes the number of keys of a full block a multiple of 64, where rows
+    # of scores begin at a cache line (2 % of a prefill).
+    gap = jnp.zeros((b, 1, h), q.dtype)
 
     def attend(begin: Int32[Array, ""] | int, rows: int, limit: int) -> Float[Array, "B rows N H"]:
         near = lax.dynamic_slice_in_dim(window_kv, begin, rows + window - 1, axis=1)
-        column, row = jnp.arange(rows + window - 1), jnp.arange(rows)[:, None]
+        column, row = jnp.arange(rows + window), jnp.arange(rows)[:, None]
         band = (column >= row) & (column < row + window)  # [rows, columns]
         exists = start[:, None] - (window - 1) + begin + column >= first[:, None]  # [B, columns]
         selected = lax.dynamic_slice(mask, (0, begin, 0), (b, rows, limit))
-        keys = jnp.concatenate([near, entries[:, :limit]], axis=1)
+        keys = jnp.concatenate([near, gap, entries[:, :limit]], axis=1)
         seen = jnp.concatenate([band & exists[:, None], selected], axis=2)
 
-        qb = lax.dynamic_slice_in_dim(q, begin, rows, axis=1).reshape(b, rows * n, h) * h**-0.5
+        qb = lax.dynamic_slice_in_dim(q, begin, rows, axis=1).reshape(b, rows * n, h)
         scores = jnp.einsum("bqh,bkh->bqk", qb, keys).reshape(b, rows, n, -1)
         scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
         top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _FLOOR)
