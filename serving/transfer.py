@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from widemesh.model.cache import Cache
@@ -55,5 +56,6 @@ class InProcessTransfer:
     def _idle_part(self, like: jax.Array, device: jax.Device) -> jax.Array:
         key = (like.shape, str(like.dtype), device)
         if key not in self._idle:
-            self._idle[key] = jax.device_put(jax.numpy.zeros(like.shape, like.dtype), device)
+            # From the host: zeros made on the device are a program, which may have to be compiled while serving.
+            self._idle[key] = jax.device_put(np.zeros(like.shape, like.dtype), device)
         return self._idle[key]
