@@ -63,6 +63,7 @@ class ExpertMetrics:
             moved.add_metric((*values, model), one.num_bytes)
             for result, count in one.results.items():
                 ended.add_metric((*values, model, result), count)
-            bounds = [(floatToGoString(bound), count) for bound, count in one.commits.cumulative()]
-            commits.add_metric((*values, model), bounds, one.commits.sum)
+            counts, total = one.commits.read()
+            bounds = [(floatToGoString(bound), count) for bound, count in counts]
+            commits.add_metric((*values, model), bounds, total)
         yield from (ended, moved, commits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from itertools import accumulate
 
@@ -16,20 +17,26 @@ class Histogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._begun = self._done = 0  # additions; they differ during one
 
     def add(self, value: float, times: int = 1) -> None:
         """Count one value, or so many of it."""
+        self._begun += 1
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+        self._done = self._begun
 
-    @property
-    def sum(self) -> float:
-        """Of all values."""
-        return self._sum
+    def read(self) -> tuple[list[tuple[float, int]], float]:
+        """(bound, values at most that large), ending with infinity and so with the number of all; and their sum.
 
-    def cumulative(self) -> list[tuple[float, int]]:
-        """(bound, values at most that large), ending with infinity and so with the number of all values."""
-        return list(zip((*self._bounds, float("inf")), accumulate(self._counts.copy()), strict=True))
+        Both are of the same values: a mean of what lies between two readings would show a difference.
+        """
+        while True:
+            done = self._done
+            counts, total = self._counts.copy(), self._sum
+            if self._begun == done:  # nothing was added meanwhile
+                return list(zip((*self._bounds, float("inf")), accumulate(counts), strict=True)), total
+            time.sleep(0)  # let the other thread come to its end
 
 
 def one_two_five(limit: int) -> tuple[float, ...]:

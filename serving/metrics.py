@@ -203,8 +203,9 @@ class EngineMetrics(Collector):
             ("widemesh:device_step_seconds", "From a decode step's start to its result.", self._device_step),
         ):
             family = HistogramMetricFamily(name, text, labels=tuple(self._labels))
-            bounds = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
-            family.add_metric(tuple(self._labels.values()), bounds, histogram.sum)
+            counts, total = histogram.read()
+            bounds = [(floatToGoString(bound), count) for bound, count in counts]
+            family.add_metric(tuple(self._labels.values()), bounds, total)
             yield family
         yield self._last_by_rank()
         yield self._pages_by_state()

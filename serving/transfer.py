@@ -28,7 +28,7 @@ class InProcessTransfer:
     """`device_put` from one device of the prefill mesh to one of the decode mesh, or to all devices of one rank.
 
     `moved_bytes` counts what was copied. The receiving program takes one hand-over per rank, so ranks without one get
-    idle arrays that were made once on their own device and never move.
+    idle arrays that were put on their own device once and never move.
     """
 
     def __init__(self, decode_mesh: Mesh, own: OwnRanks):

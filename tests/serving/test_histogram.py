@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,8 +17,8 @@ def test_a_value_equal_to_a_bound_is_at_most_that_bound() -> None:
     histogram = Histogram((1.0, 2.0, 5.0))
     for value in (0.0, 1.0, 1.5, 2.0, 5.0, 5.5, 1e9):
         histogram.add(value)
-    assert histogram.cumulative() == [(1.0, 2), (2.0, 4), (5.0, 5), (math.inf, 7)]
-    assert histogram.sum == 0.0 + 1.0 + 1.5 + 2.0 + 5.0 + 5.5 + 1e9
+    counts = [(1.0, 2), (2.0, 4), (5.0, 5), (math.inf, 7)]
+    assert histogram.read() == (counts, 0.0 + 1.0 + 1.5 + 2.0 + 5.0 + 5.5 + 1e9)
 
 
 def test_random_values() -> None:
@@ -26,7 +28,28 @@ def test_random_values() -> None:
     for value in values:
         histogram.add(value)
     want = [(bound, bisect.bisect_right(values, bound)) for bound in (*bounds, math.inf)]
-    assert histogram.cumulative() == want
+    assert histogram.read()[0] == want
+
+
+def test_counts_and_sum_are_of_the_same_values() -> None:
+    """Read while a value is being added: the reader waits until it is counted and summed."""
+    histogram = Histogram((1.0,))
+    seen: list[tuple[list[tuple[float, int]], float]] = []
+    reader = threading.Thread(target=lambda: seen.append(histogram.read()))
+
+    class Slow(float):
+        """Between count and sum, somebody reads."""
+
+        def __mul__(self, other: float) -> float:
+            reader.start()
+            time.sleep(0.1)
+            assert not seen
+            return float(self) * other
+
+    histogram.add(0.5)
+    histogram.add(Slow(0.25))
+    reader.join(10)
+    assert seen == [([(1.0, 2), (math.inf, 2)], 0.75)]
 
 
 @pytest.mark.parametrize(("limit", "bounds"), [

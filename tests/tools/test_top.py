@@ -80,8 +80,7 @@ def test_once_prints_a_table_and_json(servers: list[Server], capsys: pytest.Capt
     for row in (first, second):
         assert row["error"] is None and (row["running"], row["waiting"], row["kv_usage"]) == (8, 3, 0.25)
         assert row["generated_tokens_per_s"] == pytest.approx(8 * row["steps_per_s"], rel=0.5)
-        # A page may be read between a sum and its count: some of hundreds of steps, on a busy machine of dozens.
-        assert row["step_s"] == pytest.approx(0.01, rel=0.2) and row["ticket_wait_s"] == pytest.approx(0.0005, rel=0.2)
+        assert row["step_s"] == pytest.approx(0.01) and row["ticket_wait_s"] == pytest.approx(0.0005)
         assert row["dispatch_s"] == pytest.approx(0.0002) and row["device_step_s"] == pytest.approx(0.009)
         assert row["balancedness"] == {"draft": 0.5, "target": 0.94}
         assert row["last_rank"] == 1 and 0.5 < row["last_rank_share"] <= 1
