@@ -15,7 +15,7 @@ from widemesh.model.cache import LayerCache
 from widemesh.model.compressor import Compressor
 from widemesh.model.config import LayerRole, ModelConfig
 from widemesh.model.indexer import Indexer
-from widemesh.model.keys import keys_of
+from widemesh.model.keys import Keys, keys_of
 from widemesh.model.linear import Linear, RMSNorm
 from widemesh.model.params import matrix, param
 from widemesh.model.rope import RopeTable, rotate
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         Returns the window rows that these rows see (in the form of `keys_of`), the layer's new state, and the shared
         state with this layer's source in view, if it is one.
         """
-        keys = keys_of(step)
+        keys = self.keys(step)
         near, window = keys.write_window(self, self.window_kv(x, step), cache.window, shared, step)
         open_group = cache.open_group
         if self.role.owns_kv:
@@ -80,9 +80,13 @@ class Attention(nnx.Module):
         q = num.round(rotate(q, step.rows.positions, self.rope(step)))
         if self.role.owns_index:
             shared = self.indexer(x, q_latent, shared, step)
-        out = self.project(num.round(keys_of(step).attend(self, q, near, shared, step)), step)
+        out = self.project(num.round(self.keys(step).attend(self, q, near, shared, step)), step)
         step.record("output", out)
         return out, shared
+
+    def keys(self, step: StepContext) -> Keys:
+        """How it reaches its keys."""
+        return keys_of(step)
 
     def rope(self, step: StepContext) -> RopeTable:
         """The table of this layer's kind."""

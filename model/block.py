@@ -77,6 +77,8 @@ class Block(nnx.Module):
         """
         if self.role.has_engram:
             streams = self.engram(streams, step.at("engram"))
+        if self.role.feeds_draft:
+            shared = shared.feed(streams, step)
         x = self.attention_input(streams, pre, step)
         step.record("attn.input", x)
         near, cache, shared = self.attn.write(x, cache, shared, step.at("attn"))

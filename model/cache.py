@@ -61,11 +61,14 @@ def ring_rows(config: ModelConfig, max_drafts: int = 0) -> int:
 
 
 def init_cache(
-    config: ModelConfig, layout: PageLayout, *, slots: int, pages: int, table_pages: int, max_drafts: int = 0
+    config: ModelConfig, layout: PageLayout, *, slots: int, pages: int, table_pages: int, max_drafts: int | None = None
 ) -> Cache:
-    """Zeroed state of `slots` slots with tables of `table_pages` pages out of a pool of `pages`, page 0 included."""
-    layers = []
-    for role in config.roles:
+    """Zeroed state of `slots` slots with tables of `table_pages` pages out of a pool of `pages`, page 0 included.
+
+    The draft's layers come after the backbone's. `max_drafts`: `config.draft_tokens` if None.
+    """
+    layers, max_drafts = [], config.draft_tokens if max_drafts is None else max_drafts
+    for role in (*config.roles, *config.draft_roles):
         window = jnp.zeros((slots, ring_rows(config, max_drafts), layout.window.num_bytes), jnp.uint8)
         # One token is always accepted, so a step starts at most max_drafts before the newest row written.
         open_rows = role.ratio - 1 + max_drafts if role.ratio > 1 else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,15 @@ class LayerRole:
     writes_candidates: bool
     reads_candidates: bool
     has_engram: bool
+    feeds_draft: bool  # the draft reads the streams that enter it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and constants of one model, text backbone and draft (draft sizes are kept for checkpoints)."""
+    """Shape and constants of one model, text backbone and draft.
+
+    `draft_tokens` is a choice of its user and no part of a checkpoint: 0 leaves the draft out.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -104,6 +109,7 @@ class ModelConfig:
     pad_token_id: int = 2
     image_token_id: int = -1
     vision_layers: int = 0
+    draft_tokens: int = 0  # tokens that the draft proposes in a step, at most dspark_block_size
 
     def __post_init__(self) -> None:
         layers, ratios = self.num_hidden_layers, self.compress_ratios
@@ -158,6 +164,7 @@ class ModelConfig:
         need(self.candidate_source_layer_id < 0 or self.candidate_source_layer_id >= self.replay_cut,
              f"candidate_source_layer_id={self.candidate_source_layer_id} must not come before the last of "
              f"kv_source_layer_ids={list(self.kv_source_layer_ids)}: candidates are entries of that layer")
+        self._check_draft(need)
         for layer in range(layers):
             source = _last_at_most(self.kv_source_layer_ids, layer)
             if ratios[layer] == 0:
@@ -178,6 +185,30 @@ class ModelConfig:
             need(self.engram_compressed_vocab_size >= 1,
                  f"engram_compressed_vocab_size={self.engram_compressed_vocab_size} must be the size of the "
                  "tokenizer's compressed map")
+
+    def _check_draft(self, need: Callable[[bool, str], None]) -> None:
+        """Whether the draft can propose `draft_tokens` tokens."""
+        count, ids = self.draft_tokens, self.dspark_target_layer_ids
+        need(count >= 0, f"draft_tokens={count} must not be negative; use 0 to leave the draft out")
+        if not count:
+            return
+        need(self.num_nextn_predict_layers >= 1,
+             f"draft_tokens={count} needs a draft, and num_nextn_predict_layers=0 says that there is none; use 0")
+        need(count <= self.dspark_block_size,
+             f"draft_tokens={count} exceeds dspark_block_size={self.dspark_block_size}, which the draft was trained "
+             f"for; use 1 to {self.dspark_block_size}")
+        need(1 <= self.dspark_num_experts_per_tok <= self.dspark_n_routed_experts,
+             f"dspark_num_experts_per_tok={self.dspark_num_experts_per_tok} must be between 1 and "
+             f"dspark_n_routed_experts={self.dspark_n_routed_experts}; correct config.json")
+        need(len(ids) >= 1 and list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < self.num_hidden_layers,
+             f"dspark_target_layer_ids={list(ids)} must ascend and stay below num_hidden_layers="
+             f"{self.num_hidden_layers}; correct config.json")
+        need(not any(self.compress_ratios[self.num_hidden_layers :]),
+             f"compress_ratios={list(self.compress_ratios)} must end with a 0 for each of the "
+             f"{self.num_nextn_predict_layers} draft layers; correct config.json")
+        need(0 <= self.dspark_noise_token_id < self.vocab_size and self.dspark_markov_rank >= 1,
+             f"dspark_noise_token_id={self.dspark_noise_token_id} must be below vocab_size={self.vocab_size}, and "
+             f"dspark_markov_rank={self.dspark_markov_rank} at least 1; correct config.json")
 
     # --- the layer schedule -------------------------------------------------------------------------------------
 
@@ -200,7 +231,30 @@ class ModelConfig:
             writes_candidates=owns_index and layer == self.candidate_source_layer_id,
             reads_candidates=owns_index and 0 <= self.candidate_source_layer_id < layer,
             has_engram=layer in self.engram_layer_ids,
+            feeds_draft=self.draft_tokens > 0 and layer in self.dspark_target_layer_ids,
         )
+
+    @cached_property
+    def draft_roles(self) -> tuple[LayerRole, ...]:
+        """One per layer of the draft; none if it is left out. They are counted on from the backbone's."""
+        first, count = self.num_hidden_layers, self.num_nextn_predict_layers if self.draft_tokens else 0
+        return tuple(
+            LayerRole(layer=first + stage, ratio=0, kv_source=None, index_source=None, owns_kv=False, owns_index=False,
+                      writes_candidates=False, reads_candidates=False, has_engram=False, feeds_draft=False)
+            for stage in range(count)
+        )  # fmt: skip
+
+    @cached_property
+    def of_draft(self) -> ModelConfig:
+        """What a layer of the draft is built from: the same sizes, and experts of its own."""
+        return dataclasses.replace(
+            self, n_routed_experts=self.dspark_n_routed_experts, num_experts_per_tok=self.dspark_num_experts_per_tok
+        )
+
+    def with_draft(self, tokens: int) -> ModelConfig:
+        """The same model with a draft that proposes so many tokens, or with 0, without its draft. Raises ConfigError.
+        """
+        return self if tokens == self.draft_tokens else dataclasses.replace(self, draft_tokens=tokens)
 
     @property
     def replay_cut(self) -> int:
@@ -272,7 +326,7 @@ class ModelConfig:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The released nested layout, such that `from_json(c.to_json()) == c`."""
+        """The released nested layout, such that `from_json(c.to_json()) == c` for a model without its draft."""
         text: dict[str, Any] = {"model_type": "deepseek_v41_text", "num_key_value_heads": 1, **_FIXED}
         for field in dataclasses.fields(self):
             if field.name not in _TOP_LEVEL:
@@ -300,7 +354,7 @@ class ModelConfig:
 
 # Settings of the released file that change the arithmetic and that we implement in one form only.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc"}
-_TOP_LEVEL = {"bos_token_id", "eos_token_ids", "pad_token_id", "image_token_id", "vision_layers"}
+_TOP_LEVEL = {"bos_token_id", "eos_token_ids", "pad_token_id", "image_token_id", "vision_layers", "draft_tokens"}
 
 
 def _last_at_most(ids: tuple[int, ...], layer: int) -> int | None:

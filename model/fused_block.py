@@ -63,6 +63,8 @@ def run(
         entered = advance(block, "attn", streams, pre, step)
     else:
         entered = enter(block, streams, pre, step)
+    if block.role.feeds_draft:
+        shared = shared.feed(entered.streams, step)
     step.record("attn.input", entered.x)
     near, cache, shared = block.attn.write(entered.x, cache, shared, step.at("attn"))
     streams, pending, shared = _sublayers(block, entered, near, shared, step)

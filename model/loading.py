@@ -21,6 +21,7 @@ from widemesh.pallas_kernels.grouped_moe import PackedMatrix
 from widemesh.sharding import named_sharding, whole_parts
 
 _EXPERT_MATRICES = ("w1", "w3", "w2")
+DRAFT_LAYERS = "mtp"  # first part of the path of the draft's parameters
 
 StoredTensor = tuple[np.ndarray, np.ndarray | None]  # weight and scales of the quantised form, of the stored dtypes
 
@@ -42,31 +43,33 @@ def split_model(
 
 def load_parameters(
     config: ModelConfig, numerics: Numerics, slot_owner: np.ndarray, read: Callable[[str], np.ndarray],
-    stored: Callable[[str], StoredTensor] | None = None,
+    stored: Callable[[str], StoredTensor] | None = None, *, draft_owner: np.ndarray | None = None,
 ) -> nnx.State[Any, Any]:  # fmt: skip
     """Host arrays of every parameter in the form that `numerics` take, in the state's structure.
 
     `slot_owner` [L, X], or [X] for all layers alike, names the expert that each physical slot holds; slots with owner
-    -1 are zero and are never routed to.
+    -1 are zero and are never routed to. `draft_owner` is that of the draft's layers; None: slot e holds expert e.
     Packed weights are the bytes that `stored` gives; without it, the values that `read` gives are quantised.
     """
     if not numerics.packed_weights:
-        return read_parameters(config, read, slot_owner)
-    return read_packed_parameters(config, stored or quantising(config, read), slot_owner)
+        return read_parameters(config, read, slot_owner, draft_owner)
+    return read_packed_parameters(config, stored or quantising(config, read), slot_owner, draft_owner)
 
 
 def read_parameters(
-    config: ModelConfig, read: Callable[[str], np.ndarray], slot_owner: np.ndarray
-) -> nnx.State[Any, Any]:
+    config: ModelConfig, read: Callable[[str], np.ndarray], slot_owner: np.ndarray,
+    draft_owner: np.ndarray | None = None,
+) -> nnx.State[Any, Any]:  # fmt: skip
     """Host arrays (f32) of every parameter, in the state's structure.
 
-    `read` gives a tensor by its released name. `slot_owner` as in `load_parameters`.
+    `read` gives a tensor by its released name. `slot_owner` and `draft_owner` as in `load_parameters`.
     """
     _, state = split_model(config)
+    draft_owner = np.arange(config.dspark_n_routed_experts) if draft_owner is None else draft_owner
     filled = []
     for path, variable in nnx.to_flat_state(state):
         if is_expert(path):
-            shape, owner = variable.get_value().shape[1:], _owner(slot_owner, path)
+            shape, owner = variable.get_value().shape[1:], _owner(draft_owner if is_draft(path) else slot_owner, path)
             array = np.zeros((len(owner), *shape), np.float32)
             for slot, expert in enumerate(owner):
                 if expert >= 0:
@@ -78,17 +81,19 @@ def read_parameters(
 
 
 def read_packed_parameters(
-    config: ModelConfig, stored: Callable[[str], StoredTensor], slot_owner: np.ndarray
-) -> nnx.State[Any, Any]:
+    config: ModelConfig, stored: Callable[[str], StoredTensor], slot_owner: np.ndarray,
+    draft_owner: np.ndarray | None = None,
+) -> nnx.State[Any, Any]:  # fmt: skip
     """Host arrays of every parameter under packed weights: the bytes that `stored` gives, as they are.
 
     `stored` is `Checkpoint.stored`, or `quantising` around values. Otherwise as `read_parameters`.
     """
     _, state = split_model(config, NUMERICS["serving"])
+    draft_owner = np.arange(config.dspark_n_routed_experts) if draft_owner is None else draft_owner
     filled = []
     for path, variable in nnx.to_flat_state(state):
         if is_expert(path):
-            abstract, owner = variable.get_value(), _owner(slot_owner, path)
+            abstract, owner = variable.get_value(), _owner(draft_owner if is_draft(path) else slot_owner, path)
             codes, scales = (np.zeros((len(owner), *part.shape[1:]), np.uint8) for part in
                              (abstract.codes, abstract.scales))  # fmt: skip
             for slot, expert in enumerate(owner):
@@ -158,9 +163,14 @@ def is_expert(path: tuple[Any, ...]) -> bool:
     return path[-2:-1] == ("experts",) and path[-1] in _EXPERT_MATRICES
 
 
+def is_draft(path: tuple[Any, ...]) -> bool:
+    """Whether the parameter at this path of the state belongs to the draft."""
+    return bool(path[0] == DRAFT_LAYERS)
+
+
 def _owner(slot_owner: np.ndarray, path: tuple[Any, ...]) -> np.ndarray:
-    """Of the layer that the parameter at this path belongs to."""
-    return slot_owner if slot_owner.ndim == 1 else slot_owner[path[path.index("layers") + 1]]
+    """Of the layer (of the backbone or the draft) that the parameter at this path belongs to."""
+    return slot_owner if slot_owner.ndim == 1 else slot_owner[path[1]]
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -28,6 +28,7 @@ class Shared:
     index_keys: Float[Array, "B L J"]
     selection: Selection
     candidates: Bool[Array, "B S L"] | Int32[Array, "B S C"]  # a mask, or under packed numerics block numbers
+    features: tuple[Float[Array, "B S D"], ...]  # for the draft: of each layer that feeds it, so far
     layout: PageLayout = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -41,5 +42,11 @@ class Shared:
             index_keys=jnp.zeros((b, 0, config.index_head_dim)),
             selection=empty_selection(step.settings.selection, b, s),
             candidates=jnp.zeros((b, s, 0), bool),
+            features=(),
             layout=cache.layout,
         )
+
+    def feed(self, streams: Float[Array, "B S C D"], step: StepContext) -> Shared:
+        """With the mean of the streams that enter a layer (after Engram) as one more feature."""
+        mean = step.numerics.round(jnp.mean(streams.astype(jnp.float32), axis=2))
+        return dataclasses.replace(self, features=(*self.features, mean))

@@ -133,6 +133,11 @@ class StepContext:
         replicas = None if self.replicas is None else self.replicas.of(index)
         return dataclasses.replace(self.at(f"layers.{index}"), replicas=replicas)
 
+    def draft_layer(self, stage: int) -> StepContext:
+        """The context of one layer of the draft, whose maps `replicas` are then."""
+        replicas = None if self.replicas is None else self.replicas.of(stage)
+        return dataclasses.replace(self.at(f"mtp.{stage}"), replicas=replicas)
+
     def slots_of(self, experts: Int32[Array, "T K"]) -> Int32[Array, "T K"]:
         """Physical slots that serve this layer's rows; -1 for padding rows."""
         experts = jnp.where(self.rows.valid.reshape(-1, 1), experts, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from widemesh.model.block import Block
-from widemesh.model.cache import Cache
+from widemesh.model.cache import Cache, LayerCache
 from widemesh.model.config import ModelConfig
+from widemesh.model.draft import DraftLayer, Proposal
+from widemesh.model.embedding import Embedding
 from widemesh.model.fused_block import Pending, settle
 from widemesh.model.keys import keys_of
 from widemesh.model.linear import Linear, RMSNorm
 from widemesh.model.packed_keys import NearRows
-from widemesh.model.params import param, value
 from widemesh.model.shared import Shared
 from widemesh.model.step import Rows, StepContext
 from widemesh.pallas_kernels import mhc
@@ -63,31 +65,29 @@ class Boundary:
         )
 
 
-class Embedding(nnx.Module):
-    """One row per token id."""
-
-    def __init__(self, config: ModelConfig):
-        self.weight = param((config.vocab_size, "vocab"), (config.hidden_size, "embed"), stored="bf16")
-
-
 class Transformer(nnx.Module):
-    """All backbone layers. Holds abstract parameters until they are loaded (`loading.py`)."""
+    """All backbone layers, and those of the draft. Holds abstract parameters until they are loaded (`loading.py`).
+
+    `config.draft_tokens` = 0 leaves the draft out.
+    """
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self.embed = Embedding(config)
+        self.embed = Embedding(config.vocab_size, (config.hidden_size, "embed"))
         self.layers = nnx.List([Block(config, role) for role in config.roles])
         self.norm = RMSNorm(config.hidden_size, "embed", eps=config.rms_norm_eps)
         self.head = Linear((config.vocab_size, "vocab"), (config.hidden_size, "embed"), kind="f32")
+        if config.draft_tokens:
+            self.mtp = nnx.List([DraftLayer(config, stage) for stage in range(len(config.draft_roles))])
 
     def __call__(self, cache: Cache, step: StepContext) -> tuple[Float[Array, "B S D"], Cache]:
-        """Final normed hidden state of every row, and the new state of every layer."""
+        """Final normed hidden state of every row, and the new state of every layer, the draft's included."""
         streams, pre = self.enter(step)
         shared = Shared.start(cache, self.config, step)
-        layers = []
-        for layer, (block, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            streams, pre, new_cache, shared = block(streams, pre, layer_cache, shared, step.layer(layer))
-            layers.append(new_cache)
+        layers = list(cache.layers)
+        for layer, block in enumerate(self.layers):
+            streams, pre, layers[layer], shared = block(streams, pre, layers[layer], shared, step.layer(layer))
+        layers[len(self.layers) :] = self._draft_context(layers, shared, step)
         return self.leave(streams, pre, step), dataclasses.replace(cache, pages=shared.pages, layers=tuple(layers))
 
     def encode(self, cache: Cache, step: StepContext) -> tuple[Boundary, Cache]:
@@ -125,19 +125,54 @@ class Transformer(nnx.Module):
         streams, pre, shared = self.layers[cut].finish(
             boundary.streams, boundary.pre, boundary.near, shared, step.layer(cut)
         )
+        if self.config.roles[cut].feeds_draft:  # what `write` has fed was left with the encode
+            shared = shared.feed(boundary.streams, step)
         above = dataclasses.replace(step, rows=dataclasses.replace(step.rows, first=step.rows.start))
-        for layer in range(cut + 1, len(layers)):
+        for layer in range(cut + 1, len(self.layers)):
             streams, pre, layers[layer], shared = self.layers[layer](
                 streams, pre, layers[layer], shared, above.layer(layer)
             )
+        layers[len(self.layers) :] = self._draft_context(layers, shared, above)
         return self.leave(streams, pre, step), dataclasses.replace(cache, layers=tuple(layers))
+
+    def propose(self, cache: Cache, step: StepContext) -> tuple[Proposal, Cache]:
+        """One pass of the draft: what may follow each request's newest token.
+
+        `step` has `config.draft_tokens` rows per request, the newest token and noise (`draft.block_rows`), and the
+        exchange and maps of the draft's experts. The draft's rings must hold the context of all positions before them.
+        """
+        streams, pre = self.enter(step)
+        shared = Shared.start(cache, self.config, step)
+        layers, first = list(cache.layers), len(self.layers)
+        for stage, block in enumerate(self.mtp):
+            streams, pre, layers[first + stage], shared = block(
+                streams, pre, layers[first + stage], shared, step.draft_layer(stage)
+            )
+        streams, pre = settle(streams, pre, step)
+        state = step.numerics.round(mhc.collapse(streams, pre))
+        step.record("draft.collapsed", state)
+        normed = self.mtp[-1].norm(state, step.numerics)
+        step.record("draft.normed", normed)
+        proposal = self.mtp[-1].choose(step.rows.tokens[:, :1], state, self.logits(normed, step), step)
+        return proposal, dataclasses.replace(cache, layers=tuple(layers))
+
+    def _draft_context(
+        self, layers: Sequence[LayerCache], shared: Shared, step: StepContext
+    ) -> list[LayerCache]:
+        """The draft's layers with the context of these rows in their rings."""
+        mine = list(layers[len(self.layers) :])
+        if not mine:
+            return mine
+        main = self.mtp[0].project_features(shared.features, step)
+        return [
+            block.write_context(main, own, shared, step.draft_layer(stage))
+            for stage, (block, own) in enumerate(zip(self.mtp, mine, strict=True))
+        ]
 
     def enter(self, step: StepContext) -> tuple[Float[Array, "B S C D"], Float[Array, "B S C"] | Pending]:
         """Equal copies of the embedding, and the first pre-mix: all weight on stream 0."""
         c = self.config.hc_mult
-        table = value(self.embed.weight)
-        embedded = step.settings.tp.look_up(step.rows.tokens, table.shape[0], lambda ids: table[ids])
-        embedded = step.numerics.store(embedded)
+        embedded = step.numerics.store(self.embed(step.rows.tokens, step))
         streams = jnp.repeat(embedded[:, :, None], c, axis=2)
         return streams, jnp.broadcast_to(jnp.eye(1, c)[0], streams.shape[:3])
 

@@ -46,7 +46,7 @@ def write_tiny(folder: Path, *, preset: str, seed: int, form: Form) -> None:
     from widemesh.model.random_weights import random_tensors
     from widemesh.model.tiny_tokenizer import tiny_tokenizer
 
-    config = PRESETS[preset]
+    config = PRESETS[preset].with_draft(PRESETS[preset].dspark_block_size)  # the draft belongs to a released checkpoint
     tokenizer, tokenizer_config = tiny_tokenizer(config)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -34,16 +34,17 @@ class Checkpoint:
 
     folder: Path
     config: ModelConfig
-    table: Mapping[str, TensorSpec]  # the backbone, by released name
+    table: Mapping[str, TensorSpec]  # the backbone, and the draft if it is in use, by released name
     form: Literal["plain", "quantized", "mixed"]
-    extras: tuple[str, ...]  # stored tensors that are recognised but no part of the backbone, sorted
+    extras: tuple[str, ...]  # stored tensors that are recognised but not in the table, sorted
     files: Mapping[str, TensorFile]  # the file of every stored tensor
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
+    def open(cls, folder: str | Path, draft_tokens: int = 0) -> Checkpoint:
         """Check a folder from its headers alone. Raises one CheckpointError that names everything wrong with it.
 
-        The files are those of model.safetensors.index.json if there is one, else model.safetensors.
+        `draft_tokens` as in `ModelConfig`: with 0 the draft's tensors are extras, and may be missing. The files are
+        those of model.safetensors.index.json if there is one, else model.safetensors.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -52,7 +53,7 @@ class Checkpoint:
         problems: list[str] = []
         config = None
         try:
-            config = ModelConfig.from_dir(folder)
+            config = ModelConfig.from_dir(folder).with_draft(draft_tokens)
         except ConfigError as err:
             problems.append(str(err))
         found = _find_tensors(folder)
@@ -63,7 +64,8 @@ class Checkpoint:
         if problems or config is None:
             raise CheckpointError(folder, problems)
 
-        extras = tuple(sorted(filter(is_recognised_extra, found.files)))
+        known = {name for one in table for name in (one, storage.scale_name(one))}
+        extras = tuple(sorted(name for name in found.files if is_recognised_extra(name) and name not in known))
         if extras:
             parts = Counter(name.split(".")[0] for name in extras)
             listing = ", ".join(f"{part}: {count}" for part, count in parts.items())
@@ -82,13 +84,13 @@ class Checkpoint:
         return self.files[name].tensor(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Float32[np.ndarray, "*S"]:
-        """Logical float32 values of a backbone tensor, dequantised if need be: all of it or rows start..stop-1.
+        """Logical float32 values of a tensor of the table, dequantised if need be: all of it or rows start..stop-1.
 
         `start` must be a multiple of 32 for tensors that are stored in 32 x 32 blocks. Only those rows are read.
         """
         spec = self.table.get(name)
         if spec is None:
-            raise KeyError(f"{name!r} is no tensor of this model's backbone")
+            raise KeyError(f"{name!r} is no tensor of this model")
         weight = self.raw(name)[start:stop]
         if not storage.has_scale(weight.dtype):
             return storage.decode(spec.kind, weight, None)
@@ -103,13 +105,13 @@ class Checkpoint:
         return storage.decode(spec.kind, weight, scale)
 
     def stored(self, name: str) -> tuple[Shaped[np.ndarray, "*S"], Shaped[np.ndarray, "a b"] | None]:
-        """A backbone tensor in the quantised form: weight, and scales if it has some, of the stored dtypes.
+        """A tensor of the table in the quantised form: weight, and scales if it has some, of the stored dtypes.
 
         What is quantised on disk comes as a read-only view of its bytes; what is plain there is quantised now.
         """
         spec = self.table.get(name)
         if spec is None:
-            raise KeyError(f"{name!r} is no tensor of this model's backbone")
+            raise KeyError(f"{name!r} is no tensor of this model")
         weight = self.raw(name)
         if weight.dtype != storage.stored_dtype(spec.kind, "quantized"):
             return storage.quantise(spec, self.read(name))

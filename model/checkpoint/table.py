@@ -1,4 +1,4 @@
-"""Every tensor of the text backbone, by its released name (docs/model.md, "Checkpoint tensors").
+"""Every tensor of the text backbone and of its draft, by its released name (docs/model.md, "Checkpoint tensors").
 
 Shapes are logical: a linear is [outputs, inputs] whether its values are stored plain, in FP8 or packed in FP4.
 """
@@ -31,7 +31,10 @@ class TensorSpec:
 
 
 def tensor_table(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Name -> spec of every backbone tensor, in the order of the forward pass. Scales are not listed."""
+    """Name -> spec of every tensor, in the order of the forward pass, the draft's last. Scales are not listed.
+
+    The draft's are there only if the config has one (`draft_tokens`).
+    """
     specs = [TensorSpec("embed.weight", (config.vocab_size, config.hidden_size), "bf16")]
     for role in config.roles:
         prefix = f"layers.{role.layer}"
@@ -43,12 +46,35 @@ def tensor_table(config: ModelConfig) -> dict[str, TensorSpec]:
         specs.extend(_experts(config, prefix))
     specs.append(TensorSpec("norm.weight", (config.hidden_size,), "bf16"))
     specs.append(TensorSpec("head.weight", (config.vocab_size, config.hidden_size), "bf16"))
+    for stage, role in enumerate(config.draft_roles):
+        specs.extend(_draft_layer(config, stage, role))
     return {spec.name: spec for spec in specs}
 
 
 def is_recognised_extra(name: str) -> bool:
-    """Whether `name` belongs to the draft (mtp.*) or the vision tower: known, but no part of the backbone."""
+    """Whether `name` belongs to the draft (mtp.*) or the vision tower: known, but no part of the backbone.
+
+    Those of a draft that is in use are in the table as well.
+    """
     return name in _EXTRA_NAMES or name.startswith(_EXTRA_PREFIXES)
+
+
+def _draft_layer(config: ModelConfig, stage: int, role: LayerRole) -> Iterator[TensorSpec]:
+    prefix, hidden, vocab, rank = f"mtp.{stage}", config.hidden_size, config.vocab_size, config.dspark_markov_rank
+    if stage == 0:
+        yield TensorSpec(
+            f"{prefix}.main_proj.weight", (hidden, len(config.dspark_target_layer_ids) * hidden), "fp8"
+        )
+        yield TensorSpec(f"{prefix}.main_norm.weight", (hidden,), "bf16")
+    yield from _hyper_connection(config, f"{prefix}.hc_attn")
+    yield from _attention(config, prefix, role)
+    yield from _hyper_connection(config, f"{prefix}.hc_ffn")
+    yield from _experts(config.of_draft, prefix)
+    if stage == len(config.draft_roles) - 1:
+        yield TensorSpec(f"{prefix}.norm.weight", (hidden,), "bf16")
+        yield TensorSpec(f"{prefix}.markov_head.embed.weight", (vocab, rank), "bf16")
+        yield TensorSpec(f"{prefix}.markov_head.head.weight", (vocab, rank), "bf16")
+        yield TensorSpec(f"{prefix}.confidence_head.proj.weight", (1, hidden + rank), "bf16")
 
 
 def _engram(config: ModelConfig, prefix: str, layer: int) -> Iterator[TensorSpec]:

@@ -12,12 +12,14 @@ import pytest
 from flax import nnx
 
 from widemesh.model.cache import init_cache, page_layout
+from widemesh.model.draft import block_rows
 from widemesh.model.numerics import NUMERICS, Numerics
 from widemesh.model.rope import RopeTables
 from widemesh.model.shared import Shared
 from widemesh.model.step import Rows, StepContext, StepSettings
 
 ROOM, PAGE = 64, 4  # tokens a table holds, tokens per page
+DRAFTS = 3
 IDS = np.random.default_rng(0).integers(3, 120, ROOM).astype(np.int32)
 
 
@@ -90,7 +92,11 @@ class Runner:
                 streams, pre, _, shared = model.layers[layer](streams, pre, cache.layers[layer], shared, context(new))
             return model.logits(model.leave(streams, pre, context(new)), context(new))
 
-        return {"whole": whole, "encode": encode, "tail": tail, "by_layers": by_layers}
+        @jax.jit
+        def propose(parameters, cache, rows):
+            return nnx.merge(self.model.graph, parameters).propose(cache, context(rows))[0]
+
+        return {"whole": whole, "encode": encode, "tail": tail, "by_layers": by_layers, "propose": propose}
 
     def run(self, name, *args, **static):
         return self.programs[name](self.model.parameters, *args, **static)
@@ -110,10 +116,20 @@ class Runner:
         logits, cache = self.run("tail", boundary, cache, rows, count=count)
         return np.asarray(logits[0]), cache
 
+    def drafts(self, cache, end):
+        """What the draft proposes behind the first `end` tokens and one more."""
+        rows = self.rows(end, end + DRAFTS, padded=DRAFTS)
+        tokens = block_rows(jnp.asarray(IDS[end : end + 1]), self.config)
+        return jax.device_get(self.run("propose", cache, dataclasses.replace(rows, tokens=tokens)))
+
+    def context(self, cache):
+        """The rings of the draft's layers, as values."""
+        return [np.asarray(x.window[0]).view(np.float32) for x in cache.layers[self.config.num_hidden_layers :]]
+
 
 @pytest.fixture(scope="module")
 def runner(preset):
-    return Runner(preset("tiny-structure"))
+    return Runner(preset("tiny-structure", draft_tokens=DRAFTS))
 
 
 def distance(found, wanted):
@@ -127,6 +143,34 @@ def test_tail_of_a_whole_prompt_is_exact(runner, length):
     found, _ = runner.halves([length], runner.config.sliding_window)
     wanted, _ = runner.whole(length)
     assert distance(found[:length], wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_drafts_behind_the_tail_of_a_whole_prompt_are_exact(runner, length):
+    """The draft's context too is what the whole forward writes, and nothing else is written."""
+    (_, found), (_, wanted) = runner.halves([length], runner.config.sliding_window), runner.whole(length)
+    for own, other in zip(runner.context(found), runner.context(wanted), strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-4, atol=2e-5)
+        assert own.any(axis=1).tolist() == [position < length for position in range(len(own))]
+    own, other = (runner.drafts(cache, length) for cache in (found, wanted))
+    assert np.array_equal(own.tokens, other.tokens)
+    np.testing.assert_allclose(own.confidence, other.confidence, rtol=2e-4, atol=2e-5)
+
+
+def test_drafts_behind_a_longer_prompt_read_what_its_tail_has_written(runner, monkeypatch):
+    """The last window of positions, and no row that nobody has written."""
+    window, clean = runner.config.sliding_window, runner.cache()
+    depth = runner.config.num_hidden_layers
+    dirty = tuple(jax.tree.map(lambda x: jnp.full_like(x, 255), layer) for layer in clean.layers[depth:])  # NaN
+    results = []
+    for cache in (clean, dataclasses.replace(clean, layers=(*clean.layers[:depth], *dirty))):
+        monkeypatch.setattr(runner, "cache", lambda cache=cache: cache)
+        results.append(runner.drafts(runner.halves([7, 30], window)[1], 30))
+    for found in results:
+        assert np.array_equal(found.tokens, results[0].tokens) and np.isfinite(found.confidence).all()
+        assert np.array_equal(found.confidence, results[0].confidence)
+    exact = runner.drafts(runner.whole(30)[1], 30)
+    assert not np.allclose(exact.confidence, results[0].confidence, rtol=1e-4)  # of an approximation
 
 
 @pytest.mark.parametrize("ends", [[30], [7, 30], [1, 2, 13, 26, 30]])
@@ -143,10 +187,12 @@ def test_tail_is_the_layers_on_the_newest_rows(runner, ends):
 def test_packed_halves_hand_on_window_rows_as_bytes(preset):
     """In f32 arithmetic: exact for a whole prompt, and the same however a longer one was cut."""
     numerics = Numerics(cache_quant=True, packed_weights=True)
-    runner = Runner(preset("tiny-structure", numerics), numerics, "indices")
-    window = runner.config.sliding_window
-    wanted, _ = runner.whole(window)
-    assert distance(runner.halves([window], window)[0], wanted).max() < 1e-3
+    runner = Runner(preset("tiny-structure", numerics, DRAFTS), numerics, "indices")
+    window, depth = runner.config.sliding_window, runner.config.num_hidden_layers
+    (wanted, cache), (found, own) = runner.whole(window), runner.halves([window], window)
+    assert distance(found, wanted).max() < 1e-3
+    for context, other in zip(own.layers[depth:], cache.layers[depth:], strict=True):
+        assert context.window.any() and np.mean(context.window == other.window) > 0.99
     found, other = (runner.halves(ends, window)[0] for ends in ([30], [7, 30]))
     assert np.median(distance(found, other)) < 1e-3 and distance(found, runner.whole(30)[0][-window:]).max() > 1e-4
 
@@ -216,6 +262,9 @@ def test_exact_replay_behind_a_prefix_equals_the_cold_run(runner, hit):
     wanted, cached = runner.whole(60)
     found, cache = behind(runner, cached, hit, restart, 60)
     assert distance(found, wanted[hit:]).max() < 2e-5
+    own, other = (runner.drafts(one, 60) for one in (cache, cached))
+    assert np.array_equal(own.tokens, other.tokens)
+    np.testing.assert_allclose(own.confidence, other.confidence, rtol=2e-4, atol=2e-5)
     shared = np.asarray(cached.table[0, : hit // PAGE])
     assert np.array_equal(cache.pages[shared], cached.pages[shared])  # cached rows stay, to the bit
 

@@ -140,3 +140,85 @@ def test_values_that_would_only_fail_later(changed: dict, words: str) -> None:
     """No shape depends on these, so nothing else would notice before the arithmetic does, if ever."""
     with pytest.raises(ConfigError, match=re.escape(words)):
         dataclasses.replace(PRESETS["tiny-structure"], **changed)
+
+
+# --- the draft -------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_is_left_out_unless_asked_for():
+    assert TINY.draft_tokens == 0 and TINY.draft_roles == () and not any(role.feeds_draft for role in TINY.roles)
+    assert "draft_tokens" not in TINY.to_json()["text_config"]
+    assert ModelConfig.from_json(raw(draft_tokens=2)) == TINY  # no part of a checkpoint
+    assert TINY.with_draft(3).with_draft(0) == TINY
+
+
+def test_layers_of_a_draft():
+    """Window layers of its own experts, counted on from the backbone's, which is the same but for what it feeds."""
+    config = TINY.with_draft(2)
+    assert [role.layer for role in config.draft_roles] == [9, 10]
+    assert {dataclasses.replace(role, layer=0) for role in config.draft_roles} == {TINY.roles[0]}
+    assert [role.layer for role in config.roles if role.feeds_draft] == [7, 8]
+    assert [dataclasses.replace(role, feeds_draft=False) for role in config.roles] == list(TINY.roles)
+    own = config.of_draft
+    assert (own.n_routed_experts, own.num_experts_per_tok) == (2, 1)
+    assert dataclasses.replace(own, n_routed_experts=4, num_experts_per_tok=2) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_tokens": -1}, "draft_tokens=-1 must not be negative; use 0 to leave the draft out"),
+        (
+            {"num_nextn_predict_layers": 0, "compress_ratios": TINY.compress_ratios[:9]},
+            "draft_tokens=3 needs a draft, and num_nextn_predict_layers=0 says that there is none; use 0",
+        ),
+        (
+            {"draft_tokens": 4},
+            "draft_tokens=4 exceeds dspark_block_size=3, which the draft was trained for; use 1 to 3",
+        ),
+        (
+            {"dspark_num_experts_per_tok": 3},
+            "dspark_num_experts_per_tok=3 must be between 1 and dspark_n_routed_experts=2; correct config.json",
+        ),
+        (
+            {"dspark_num_experts_per_tok": 0},
+            "dspark_num_experts_per_tok=0 must be between 1 and dspark_n_routed_experts=2; correct config.json",
+        ),
+        *(
+            (
+                {"dspark_target_layer_ids": ids},
+                f"dspark_target_layer_ids={list(ids)} must ascend and stay below num_hidden_layers=9; correct "
+                "config.json",
+            )
+            for ids in ((), (8, 7), (7, 7), (-1, 7), (8, 9))
+        ),
+        (
+            {"compress_ratios": (*TINY.compress_ratios[:9], 0, 1)},
+            "compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 1, 0, 1] must end with a 0 for each of the 2 draft layers; "
+            "correct config.json",
+        ),
+        (
+            {"dspark_noise_token_id": 128},
+            "dspark_noise_token_id=128 must be below vocab_size=128, and dspark_markov_rank=8 at least 1; correct "
+            "config.json",
+        ),
+        (
+            {"dspark_noise_token_id": -1},
+            "dspark_noise_token_id=-1 must be below vocab_size=128, and dspark_markov_rank=8 at least 1; correct "
+            "config.json",
+        ),
+        (
+            {"dspark_markov_rank": 0},
+            "dspark_noise_token_id=127 must be below vocab_size=128, and dspark_markov_rank=0 at least 1; correct "
+            "config.json",
+        ),
+    ],
+)
+def test_drafts_that_cannot_be_run(changes, message):
+    """What is wrong with the draft alone does not matter while it is left out."""
+    changes = {"draft_tokens": 3, **changes}
+    with pytest.raises(ConfigError) as raised:
+        dataclasses.replace(TINY, **changes)
+    assert str(raised.value) == message
+    if changes["draft_tokens"] > 0:
+        dataclasses.replace(TINY, **{**changes, "draft_tokens": 0})

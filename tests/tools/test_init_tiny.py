@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 
-from widemesh.model.checkpoint import Checkpoint
+from widemesh.model.checkpoint import Checkpoint, tensor_table
+from widemesh.model.checkpoint.storage import quantise
 from widemesh.model.presets import PRESETS
+from widemesh.model.random_weights import random_tensor, random_tensors
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
 from widemesh.tools.cli import main
+from widemesh.tools.init_tiny import write_tiny
 
 
 def digests(folder):
@@ -26,6 +30,27 @@ def test_it_writes_a_whole_checkpoint(tmp_path, capsys, form):
     tokenizer = load_tokenizer(folder)
     ids = encode_prompt(tokenizer, "bada", load_tokenizer_config(folder))
     assert ids[0] == checkpoint.config.bos_token_id and tokenizer.get_vocab_size() == checkpoint.config.vocab_size
+
+
+def test_it_holds_the_draft(tmp_path):
+    """And the backbone, of which it changes no byte: each tensor is drawn by its own name."""
+    write_tiny(tmp_path, preset="tiny-mesh", seed=2, form="quantized")
+    config = PRESETS["tiny-mesh"]
+    checkpoint = Checkpoint.open(tmp_path, draft_tokens=config.dspark_block_size)
+    assert checkpoint.config.with_draft(0) == config
+    assert set(checkpoint.table) == set(tensor_table(config.with_draft(1))) and checkpoint.extras == ()
+    for name in (
+        "embed.weight", "head.weight", "layers.1.engram.embed.weight", "layers.4.attn.wq_b.weight",
+        "layers.9.ffn.experts.15.w2.weight", "layers.0.hc_attn_base", "mtp.0.main_proj.weight", "mtp.2.attn.attn_sink",
+        "mtp.1.ffn.experts.7.w1.weight", "mtp.2.confidence_head.proj.weight",
+    ):  # fmt: skip
+        spec = checkpoint.table[name]
+        wanted = quantise(spec, random_tensor(name, spec.shape, 2))
+        for own, other in zip(checkpoint.stored(name), wanted, strict=True):
+            assert (own is None and other is None) or own.tobytes() == other.tobytes(), name
+    with_draft, without = dict(random_tensors(config.with_draft(5), 2)), dict(random_tensors(config, 2))
+    assert list(with_draft)[: len(without)] == list(without)
+    assert all(np.array_equal(with_draft[name], without[name]) for name in list(without)[::20])
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):

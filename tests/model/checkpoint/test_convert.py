@@ -35,6 +35,7 @@ def test_extras_configuration_and_tokenizer_come_along(golden, tmp_path):
     convert_checkpoint(golden, tmp_path / "plain", "plain", max_shard_bytes=300_000)
     first, plain = Checkpoint.open(golden), Checkpoint.open(tmp_path / "plain")
     assert plain.extras == first.extras
+    assert "mtp.0.main_proj.scale" in first.extras and "mtp.0.ffn.experts.1.w2.weight" in first.extras
     for name in first.extras:
         assert plain.raw(name).dtype == first.raw(name).dtype
         assert plain.raw(name).tobytes() == first.raw(name).tobytes()

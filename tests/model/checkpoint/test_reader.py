@@ -12,9 +12,9 @@ from widemesh.model.checkpoint import Checkpoint, CheckpointError, storage
 from widemesh.model.checkpoint.tensor_file import TensorFile, write_tensor_file
 
 
-def problems_of(folder) -> tuple[str, ...]:
+def problems_of(folder, draft_tokens=0) -> tuple[str, ...]:
     with pytest.raises(CheckpointError) as raised:
-        Checkpoint.open(folder)
+        Checkpoint.open(folder, draft_tokens)
     assert str(folder) in str(raised.value)
     assert all(problem in str(raised.value) for problem in raised.value.problems)
     return raised.value.problems
@@ -27,6 +27,19 @@ def test_golden_opens_and_reads(golden):
     for spec in checkpoint.table.values():
         values = checkpoint.read(spec.name)
         assert values.dtype == np.float32 and values.shape == spec.shape and np.isfinite(values).all()
+
+
+def test_golden_opens_and_reads_with_its_draft(golden, caplog):
+    with caplog.at_level(logging.INFO):
+        checkpoint = Checkpoint.open(golden, draft_tokens=3)
+    assert checkpoint.form == "quantized" and checkpoint.config.draft_tokens == 3
+    assert checkpoint.extras == () and not caplog.records  # scales are no extras either
+    drafts = [spec for spec in checkpoint.table.values() if spec.name.startswith("mtp.")]
+    assert {spec.kind for spec in drafts} == {"bf16", "f32", "fp8", "fp4"}
+    for spec in drafts:
+        values, (weight, scales) = checkpoint.read(spec.name), checkpoint.stored(spec.name)
+        assert values.dtype == np.float32 and values.shape == spec.shape and np.isfinite(values).all()
+        assert np.array_equal(storage.decode(spec.kind, weight, scales), values)
 
 
 def test_one_log_line_counts_the_extras(golden_b, caplog):
@@ -81,8 +94,9 @@ def test_raw_gives_stored_bytes_without_reading(golden_b):
     for read in (checkpoint.raw, checkpoint.read):
         with pytest.raises(KeyError, match="nonsense"):
             read("nonsense")
-    with pytest.raises(KeyError, match="backbone"):
-        checkpoint.read("mtp.0.attn_norm.weight")
+    for read in (checkpoint.read, checkpoint.stored):
+        with pytest.raises(KeyError, match=r"'mtp.0.attn_norm.weight' is no tensor of this model"):
+            read("mtp.0.attn_norm.weight")
 
 
 def test_a_folder_may_mix_plain_and_quantised(rewrite, golden_b):
@@ -165,6 +179,40 @@ def test_every_kind_of_wrong_tensor_is_named_at_once(rewrite):
         ),
         "head.weight": "dtype F16; it must be BF16",
     }
+
+
+def test_a_draft_that_is_not_there_is_missed_only_if_it_is_to_run(rewrite, golden_b):
+    names = [name for name in Checkpoint.open(golden_b).extras if not name.endswith(".scale")]
+
+    def break_it(tensors):
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+
+    folder = rewrite(break_it)
+    assert Checkpoint.open(folder).extras == ()
+    (problem,) = problems_of(folder, draft_tokens=3)
+    count, missing = problem.split(": ")
+    assert count == f"missing tensors ({len(names)})" and sorted(missing.split(", ")) == names
+
+
+def test_what_is_wrong_with_a_draft_is_named_if_it_is_to_run(rewrite):
+    def break_it(tensors):
+        del tensors["mtp.1.markov_head.head.weight"]
+        tensors["mtp.0.main_proj.weight"] = tensors["mtp.0.main_proj.weight"][:, :-32]
+        tensors["mtp.1.attn.attn_sink"] = tensors["mtp.1.attn.attn_sink"].astype(ml_dtypes.bfloat16)
+
+    folder = rewrite(break_it)
+    assert Checkpoint.open(folder).extras
+    assert problems_of(folder, draft_tokens=3) == (
+        "missing tensors (1): mtp.1.markov_head.head.weight",
+        "mtp.0.main_proj.weight has shape [32, 64]; config.json makes it [32, 96]",
+        "mtp.1.attn.attn_sink has dtype BF16; it must be F32",
+    )
+
+
+def test_more_drafts_than_the_checkpoint_was_trained_for(golden_b):
+    (problem,) = problems_of(golden_b, draft_tokens=5)
+    assert problem.startswith("draft_tokens=5 exceeds dspark_block_size=4")
 
 
 def test_hundreds_of_missing_tensors_are_all_named(rewrite):

@@ -3,6 +3,8 @@
 import collections
 import math
 
+import pytest
+
 from widemesh.model.checkpoint import is_recognised_extra, storage, tensor_table
 from widemesh.model.checkpoint.tensor_file import TensorFile
 from widemesh.model.config import ModelConfig
@@ -20,17 +22,7 @@ def test_released_layers_hold_the_released_number_of_tensors():
 
 def test_released_bytes():
     """The backbone's share of 510,286,023,000 bytes: all but the draft, the vision tower and the image vectors."""
-    draft = vision = 0
-    attention = {
-        "fp8": [(1280, 5120), (32768, 1280), (512, 5120), (8192, 4096), (5120, 8192)] + [(2304, 5120)] * 3,
-        "bf16": 1280 + 512 + 5120 * 2 + 128 * 5120,
-        "f32": 64 + 2 * (24 * 20480 + 24 + 3) + 2 * 128,
-    }
-    draft += 3 * sum(o * i + (o // 32) * (i // 32) for o, i in attention["fp8"])
-    draft += 3 * (2 * attention["bf16"] + 4 * attention["f32"])
-    draft += 3 * 128 * 3 * (2304 * 5120 // 2 + 2304 * 5120 // 32)
-    draft += 5120 * 15360 + 160 * 480 + 2 * (5120 + 5120 + 2 * 129280 * 256 + 5376)
-    vision += 1024 * 588 + 1024
+    vision = 1024 * 588 + 1024
     vision += 32 * (2 * 1024 + 3072 * 1024 + 3072 + 1024 * 1024 + 1024 + 5632 * 1024 + 1024 * 2816) + 1024
     vision += 5120 * 9216 + 5120 + 5120 * 5120 + 5120 + 3 * 5120
     total = 0
@@ -38,11 +30,43 @@ def test_released_bytes():
         dtype = storage.stored_dtype(spec.kind, "quantized")
         total += math.prod(storage.stored_shape(spec, dtype)) * dtype.itemsize
         total += math.prod(storage.scale_shape(spec)) if storage.has_scale(dtype) else 0
-    assert total == 510_286_023_000 - draft - 2 * vision
+    assert total == 510_286_023_000 - released_draft_bytes() - 2 * vision
 
 
-def test_names_shapes_and_dtypes_of_the_golden_files(golden):
-    table = tensor_table(ModelConfig.from_dir(golden))
+def released_draft_bytes():
+    """Counted by hand."""
+    attention = {
+        "fp8": [(1280, 5120), (32768, 1280), (512, 5120), (8192, 4096), (5120, 8192)] + [(2304, 5120)] * 3,
+        "bf16": 1280 + 512 + 5120 * 2 + 128 * 5120,
+        "f32": 64 + 2 * (24 * 20480 + 24 + 3) + 2 * 128,
+    }
+    draft = 3 * sum(o * i + (o // 32) * (i // 32) for o, i in attention["fp8"])
+    draft += 3 * (2 * attention["bf16"] + 4 * attention["f32"])
+    draft += 3 * 128 * 3 * (2304 * 5120 // 2 + 2304 * 5120 // 32)
+    draft += 5120 * 15360 + 160 * 480 + 2 * (5120 + 5120 + 2 * 129280 * 256 + 5376)
+    return draft
+
+
+def test_released_draft():
+    """Its share of the released bytes, and its tensors: three layers, the features, and the heads."""
+    table = list(tensor_table(FLASH.with_draft(5)).values())[len(tensor_table(FLASH)) :]
+    assert {spec.name.split(".")[0] for spec in table} == {"mtp"}
+    total = 0
+    for spec in table:
+        dtype = storage.stored_dtype(spec.kind, "quantized")
+        total += math.prod(storage.stored_shape(spec, dtype)) * dtype.itemsize
+        total += math.prod(storage.scale_shape(spec)) if storage.has_scale(dtype) else 0
+    assert total == released_draft_bytes()
+    ends = {spec.name for spec in table if not spec.name.split(".", 2)[2].startswith(("attn", "ffn", "hc_"))}
+    assert ends == {
+        "mtp.0.main_proj.weight", "mtp.0.main_norm.weight", "mtp.2.norm.weight", "mtp.2.markov_head.embed.weight",
+        "mtp.2.markov_head.head.weight", "mtp.2.confidence_head.proj.weight",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1])
+def test_names_shapes_and_dtypes_of_the_golden_files(golden, draft_tokens):
+    table = tensor_table(ModelConfig.from_dir(golden).with_draft(draft_tokens))
     expected = {}
     for spec in table.values():
         dtype = storage.stored_dtype(spec.kind, "quantized")
@@ -51,7 +75,7 @@ def test_names_shapes_and_dtypes_of_the_golden_files(golden):
             expected[storage.scale_name(spec.name)] = (storage.scale_shape(spec), storage.E8M0)
     file = TensorFile.open(golden / "model.safetensors")
     stored = {name: (file.tensor(name).shape, file.tensor(name).dtype) for name in file.entries}
-    assert {name: what for name, what in stored.items() if not name.startswith("mtp.")} == expected
+    assert {name: what for name, what in stored.items() if draft_tokens or not name.startswith("mtp.")} == expected
 
 
 def test_recognised_extras():

@@ -118,6 +118,7 @@ class Golden:
         self.inputs = read_file(self.folder / "inputs.safetensors")
         self.outputs = {mode: read_file(self.folder / f"outputs_{mode}_long.safetensors") for mode in ("plain", "kvq")}
         self.other = read_file(self.folder / "outputs_other.safetensors")
+        self.draft = read_file(self.folder / "dspark.safetensors")
         self.length = self.inputs["long"].shape[1]
         self.rope = jax.tree.map(jnp.asarray, RopeTables.build(self.config, self.length))
         self.depth = self.config.num_hidden_layers

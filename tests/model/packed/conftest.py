@@ -15,6 +15,7 @@ from flax import nnx
 
 from widemesh.model.checkpoint import tensor_table
 from widemesh.model.checkpoint.storage import decode
+from widemesh.model.config import ModelConfig
 from widemesh.model.engram_hash import EngramHash
 from widemesh.model.forward import ForwardModel
 from widemesh.model.loading import load_parameters, quantising
@@ -34,21 +35,27 @@ class Weights:
     """Random weights of a preset, rounded once to the released formats: as bytes and as values."""
 
     name: str
+    draft_tokens: int = 0
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """The preset, with its draft if asked for."""
+        return PRESETS[self.name].with_draft(self.draft_tokens)
 
     @functools.cached_property
     def stored(self) -> Callable[[str], tuple[np.ndarray, np.ndarray | None]]:
         """Weight and scales by released name."""
-        tensors = dict(random_tensors(PRESETS[self.name], 0))
-        return functools.cache(quantising(PRESETS[self.name], tensors.__getitem__))
+        tensors = dict(random_tensors(self.config, 0))
+        return functools.cache(quantising(self.config, tensors.__getitem__))
 
     def read(self, name: str) -> np.ndarray:
         """The values of these bytes."""
-        return decode(tensor_table(PRESETS[self.name])[name].kind, *self.stored(name))
+        return decode(tensor_table(self.config)[name].kind, *self.stored(name))
 
     @functools.cache  # noqa: B019 - one object per preset and process
     def parameters(self, numerics: Numerics) -> nnx.State[Any, Any]:
         """On the device, in the form of the numerics."""
-        config = PRESETS[self.name]
+        config = self.config
         owner = np.arange(config.n_routed_experts)
         state: nnx.State[Any, Any] = jax.tree.map(
             jnp.asarray, load_parameters(config, numerics, owner, self.read, self.stored)
@@ -58,24 +65,24 @@ class Weights:
     @functools.cached_property
     def hash(self) -> EngramHash:
         """Of the preset's own tokenizer."""
-        config = PRESETS[self.name]
+        config = self.config
         return EngramHash.build(config, build_token_map(tiny_tokenizer(config)[0]))
 
     @functools.cache  # noqa: B019
     def model(self, numerics: Numerics) -> ForwardModel:
         """A model that keeps its programs."""
-        return ForwardModel(PRESETS[self.name], self.parameters(numerics), self.hash, numerics, page_size=4)
+        return ForwardModel(self.config, self.parameters(numerics), self.hash, numerics, page_size=4)
 
 
 @functools.cache
-def weights_of(name: str) -> Weights:
+def weights_of(name: str, draft_tokens: int = 0) -> Weights:
     """Once per process."""
-    return Weights(name)
+    return Weights(name, draft_tokens)
 
 
 @pytest.fixture(scope="session")
-def weights() -> Callable[[str], Weights]:
-    """`weights(preset)`."""
+def weights() -> Callable[..., Weights]:
+    """`weights(preset, draft_tokens=0)`."""
     return weights_of
 
 
