@@ -19,12 +19,13 @@ from widemesh.eplb import ExpertLayout
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
 from widemesh.model.engram_device_hash import EngramDeviceHash
-from widemesh.model.loading import is_expert, split_model
+from widemesh.model.loading import is_draft, is_expert, split_model
 from widemesh.model.numerics import Numerics
 from widemesh.model.rope import RopeTable, RopeTables
 from widemesh.model.step import ReplicaMaps, Rows
 from widemesh.serving.decode_state import DecodeState
 from widemesh.serving.expert_load import ExpertLoad
+from widemesh.serving.expert_models import DRAFT, TARGET
 from widemesh.serving.programs import Programs
 from widemesh.serving.sampling import SamplingRows, init_tally, mask_words
 from widemesh.sharding import named_sharding, whole_parts
@@ -38,29 +39,32 @@ class AbstractArguments:
     slots: int
     pages: int
     page_size: int
-    window: int = 0  # steps of expert load that are kept
+    windows: tuple[int, int] = (0, 0)  # steps of expert load that are kept, of target and draft
 
     def decode(self, steps: int = 1) -> tuple[Any, ...]:
         """Of `Programs.decode(steps)`."""
         config, ranks = self.programs.config, self._ranks
         slots = ranks * self.slots
         history = config.engram_max_ngram_size - 1
-        state = jax.eval_shape(functools.partial(_arrays, DecodeState.idle, slots, history))
+        state = jax.eval_shape(functools.partial(_arrays, DecodeState.idle, slots, history, config.draft_tokens))
         tally = jax.eval_shape(functools.partial(_arrays, init_tally, slots, config.vocab_size))
         sampling = jax.eval_shape(functools.partial(_arrays, SamplingRows.neutral, slots))
         control = jax.ShapeDtypeStruct((slots,), jnp.int32)
-        entries = self.slots * (1 + -(-steps // self.page_size))
+        rows = steps * (1 + config.draft_tokens)
+        entries = self.slots * (1 + -(-rows // self.page_size))
         writes = jax.ShapeDtypeStruct((ranks, entries, 3), jnp.int32)
         mask = jax.ShapeDtypeStruct((slots, mask_words(config.vocab_size)), jnp.uint32)
         hash_ = EngramDeviceHash.abstract(config) if config.engram_layer_ids else None
-        layout = self.programs.expert_layout
-        load = jax.eval_shape(functools.partial(
-            ExpertLoad.zeros, ranks, self.window, layout.num_layers, layout.slots_per_rank
-        ))  # fmt: skip
-        per_rank = self._placed((self.cache(), state, tally, load, control, writes, sampling, mask))
-        record = jax.ShapeDtypeStruct((), jnp.int32)
-        everywhere = self._placed((hash_, record), PartitionSpec())
-        return self.parameters(), *per_rank, everywhere[0], self.rope(), self.replicas(), everywhere[1]
+        layouts = self.programs.expert_layouts
+        loads = tuple(
+            jax.eval_shape(functools.partial(ExpertLoad.zeros, ranks, window, one.num_layers, one.slots_per_rank))
+            for one, window in zip(layouts, self.windows, strict=False)
+        )
+        per_rank = self._placed((self.cache(), state, tally, loads, control, writes, sampling, mask))
+        records = (jax.ShapeDtypeStruct((), jnp.int32),) * len(layouts)
+        everywhere = self._placed((hash_, records), PartitionSpec())
+        replicas = tuple(map(self.replicas, range(len(layouts))))
+        return self.parameters(), *per_rank, everywhere[0], self.rope(), replicas, everywhere[1]
 
     def prefill(self, rows: int) -> tuple[Any, ...]:
         """Of `Programs.prefill(rows)` and of `Programs.encode(rows)`."""
@@ -75,9 +79,9 @@ class AbstractArguments:
 
     def parameters(self) -> nnx.State[Any, Any]:
         """Every parameter, experts with all physical slots of the mesh."""
-        programs, layout = self.programs, self.programs.expert_layout
-        placed = []
-        for path, variable in nnx.to_flat_state(abstract_parameters(programs.config, programs.numerics, layout)):
+        programs, placed = self.programs, []
+        abstract = abstract_parameters(programs.config, programs.numerics, programs.expert_layouts)
+        for path, variable in nnx.to_flat_state(abstract):
             sharding = named_sharding(programs.mesh, variable.axes)
             value = jax.tree.map(functools.partial(_with_sharding, sharding), variable.get_value())
             placed.append((path, variable.replace(value)))
@@ -110,9 +114,9 @@ class AbstractArguments:
         table = RopeTable(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2)  # type: ignore[arg-type]
         return self._placed(RopeTables(plain=table, compressed=table), PartitionSpec())
 
-    def replicas(self) -> ReplicaMaps:
-        """Where the copies of experts lie, on every rank."""
-        layout = self.programs.expert_layout
+    def replicas(self, model: int = TARGET) -> ReplicaMaps:
+        """Where the copies of a model's experts lie, on every rank."""
+        layout = self.programs.expert_layouts[model]
         copies = (layout.num_layers, layout.num_experts)
         maps = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((*copies, layout.max_copies), copies)]
         placed: ReplicaMaps = self._placed(ReplicaMaps(*maps), PartitionSpec())  # type: ignore[arg-type]
@@ -128,15 +132,18 @@ class AbstractArguments:
         return jax.tree.map(functools.partial(_with_sharding, sharding), tree)
 
 
-def abstract_parameters(config: ModelConfig, numerics: Numerics, layout: ExpertLayout) -> nnx.State[Any, Any]:
-    """Shapes and dtypes of the parameters of a mesh: experts in all slots of `layout`, whole parts for its ranks."""
+def abstract_parameters(
+    config: ModelConfig, numerics: Numerics, layouts: tuple[ExpertLayout, ...]
+) -> nnx.State[Any, Any]:
+    """Shapes and dtypes of the parameters of a mesh: experts in all slots of their model's layout, whole parts for its
+    ranks."""
     _, state = split_model(config, numerics)
 
     def physical(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> Any:
         def shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             if is_expert(path):
-                return (layout.num_slots, *x.shape[1:])
-            return whole_parts(x.shape, variable.axes, layout.ranks)
+                return (layouts[DRAFT if is_draft(path) else TARGET].num_slots, *x.shape[1:])
+            return whole_parts(x.shape, variable.axes, layouts[TARGET].ranks)
 
         return variable.replace(
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), variable.get_value())

@@ -42,6 +42,7 @@ class StepCheck:
     errors: dict[str, str]  # of the programs that did not compile, in one sentence
     expected: dict[str, tuple[str, ...]]  # the ops of each program
     seconds: float
+    drafts: int = 0  # that a decode step tries for each slot
     staging_bytes: int = 0  # per device, held beside the programs: rows of experts that move
 
     @property
@@ -126,6 +127,7 @@ class StepCheck:
             "target": self.target.name,
             "devices": self.devices,
             "role": self.role,
+            "drafts": self.drafts,
             "fits": self.fits,
             "compiled": self.compiled,
             "kernels": self.kernels,
@@ -148,6 +150,7 @@ def check_step(
     a number of devices that no whole hosts have; ToolchainError without a compiler.
     """
     config.check_model(model)
+    model = model.with_draft(config.num_speculative_tokens)
     sizes = config.scheduler
     devices = config.decode_devices if role == "decode" else config.prefill_devices
     refuse_packed(config.tensor_parallel_size)
@@ -161,6 +164,7 @@ def check_step(
         config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=sizes.pages_per_slot * config.page_size,
         kernels="mosaic", exchange=config.exchange, batch_invariant=config.batch_invariant,
         eplb=config.eplb if role == "decode" else EplbConfig(),
+        draft_eplb=config.draft_eplb if role == "decode" else EplbConfig(),
     )  # fmt: skip
     begin = time.perf_counter()
     compiled: dict[str, Compiled] = {}
@@ -179,14 +183,15 @@ def check_step(
                 errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
     return StepCheck(
         role=role, target=TARGETS[target], devices=devices, programs=compiled, errors=errors, expected=expected,
-        seconds=time.perf_counter() - begin, staging_bytes=_staging_bytes(model, config) if role == "decode" else 0,
+        drafts=model.draft_tokens, seconds=time.perf_counter() - begin,
+        staging_bytes=_staging_bytes(model, config) if role == "decode" else 0,
     )  # fmt: skip
 
 
 def _staging_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """What moving experts takes of each decode device: a layer's rows as they arrive, and as a commit makes them."""
     parts = plan_memory(model, config, "gpu").decode.parts
-    return sum(part.num_bytes for part in parts if part.name in ("expert staging", "expert commit"))
+    return sum(part.num_bytes for part in parts if part.name.endswith(("expert staging", "expert commit")))
 
 
 def ops_of(model: ModelConfig, program: str) -> tuple[str, ...]:
@@ -221,7 +226,7 @@ def step_programs(
     if role == "decode":
         abstract = AbstractArguments(
             programs=programs, slots=sizes.slots_per_rank, pages=sizes.decode_pages, page_size=config.page_size,
-            window=config.load_window,
+            windows=config.load_windows,
         )  # fmt: skip
         steps = config.decode_steps
         yield "decode", programs.decode(steps), lambda: abstract.decode(steps)

@@ -14,6 +14,7 @@ from widemesh.eplb.config import EplbConfig
 from widemesh.eplb.layout import ExpertLayout, nearest_divisors
 from widemesh.eplb.placement_file import read_placement
 from widemesh.model.config import ConfigError, ModelConfig
+from widemesh.serving.expert_models import TARGET, expert_layouts
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.scheduling.replay import ReplayConfig
 from widemesh.serving.tensor_split import check_split
@@ -21,6 +22,7 @@ from widemesh.serving.tensor_split import check_split
 # By name, so that reading settings does not import jax; `widemesh.model.numerics` holds what they mean.
 NUMERICS_NAMES = ("plain", "kvq", "w8a8", "reference", "serving")
 EXCHANGES = ("auto", "all_gather", "ragged")
+PLACEMENT_FIELDS = ("expert_placement", "draft_expert_placement")  # of the target and of the draft
 MOST_TIMEOUT_S = 60.0  # JAX's own watch over a job, which ends processes with an abort, must be slower than ours
 
 
@@ -40,6 +42,8 @@ class EngineConfig:
     replay_prefix: Literal["bounded", "exact"] = "bounded"  # rows run again behind a cached prefix
     replay_tail: Literal["bounded", "full"] = "bounded"  # rows of the later layers in a prefill: one window, or all
     decode_steps: int = 1  # tokens of a request that one decode dispatch draws; more pay off for few users
+    # drafts that a decode step tries for each request, at most the model's dspark_block_size; 0: no draft is loaded
+    num_speculative_tokens: int = 0
     reserve_output_tokens: int = 8192  # most output tokens for which pages are set aside at admission
     max_new_kv_loads_per_step: int = 4  # prefilled requests that may join the decode batch in one step; 0 = all
     max_num_queued_reqs: int | None = None  # waiting requests beyond which new ones are refused
@@ -51,9 +55,11 @@ class EngineConfig:
     batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
     enable_eplb: bool = False  # count what the experts of the decode mesh are sent, and move them while serving
     eplb: EplbConfig = EplbConfig()  # when, and how many copies of experts there are
+    draft_eplb: EplbConfig = EplbConfig()  # likewise of the draft's experts, which are moved on their own
     # file of the placement that the decode mesh starts with, as `widemesh experts export` writes it; None: expert e in
     # slot e
     expert_placement: str | None = None
+    draft_expert_placement: str | None = None  # likewise of the draft's experts
     ticket_timeout_s: float = 5.0  # seconds that a process may keep the others waiting before the job is given up
     seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
 
@@ -85,9 +91,18 @@ class EngineConfig:
             raise ConfigError(f"numerics={self.numerics!r} is unknown; use one of {', '.join(NUMERICS_NAMES)}")
         if self.exchange not in EXCHANGES:
             raise ConfigError(f"exchange={self.exchange!r} is unknown; use one of {', '.join(EXCHANGES)}")
-        if self.eplb.num_redundant_experts and not self.enable_eplb:
-            raise ConfigError(f"num_redundant_experts={self.eplb.num_redundant_experts} needs enable_eplb; set it, or "
-                              "use 0")  # fmt: skip
+        for name, eplb in (("eplb", self.eplb), ("draft_eplb", self.draft_eplb)):
+            if eplb.num_redundant_experts and not self.enable_eplb:
+                raise ConfigError(f"{name}.num_redundant_experts={eplb.num_redundant_experts} needs enable_eplb; set "
+                                  "it, or use 0")  # fmt: skip
+        if self.num_speculative_tokens < 0:
+            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens} must not be negative; use 0 to "
+                              "leave the draft out")  # fmt: skip
+        if not self.num_speculative_tokens:
+            self._check_no_draft()
+        if self.num_speculative_tokens and self.decode_steps > 1:
+            raise ConfigError(f"decode_steps={self.decode_steps} cannot be used with num_speculative_tokens="
+                              f"{self.num_speculative_tokens}; use decode_steps=1")  # fmt: skip
         self.scheduler, self.replay  # noqa: B018 - they check their own fields
 
     def check_model(self, model: ModelConfig) -> None:
@@ -104,27 +119,41 @@ class EngineConfig:
             raise ConfigError(f"replay_tail='bounded' cannot be used with this model, whose Engram layer {engram} lies "
                               f"above layer {model.replay_cut}; use replay_tail='full'")
         check_split(model, self.tensor_parallel_size, self.numerics)
-        self._check_expert_ranks(model.n_routed_experts)
-        layout = self.expert_layout(model)
-        if self.enable_eplb:
-            check_slice_rows(self.eplb.slice_rows, layout)
-        self.placement(layout)
+        model = model.with_draft(self.num_speculative_tokens)
+        feeds = min((role.layer for role in model.roles if role.feeds_draft), default=model.replay_cut)
+        if self.replay_tail == "bounded" and feeds < model.replay_cut:
+            raise ConfigError(f"replay_tail='bounded' cannot be used with a draft that reads layer {feeds}, which lies "
+                              f"below layer {model.replay_cut}; use replay_tail='full'")  # fmt: skip
+        self._check_expert_ranks("n_routed_experts", model.n_routed_experts)
+        if model.draft_tokens:
+            self._check_expert_ranks("dspark_n_routed_experts", model.dspark_n_routed_experts)
+        layouts = self.expert_layouts(model)
+        for place, layout in enumerate(layouts):
+            if self.enable_eplb:
+                check_slice_rows(self.eplb_of(place).slice_rows, layout, ("", "draft_eplb.")[place])
+            self.placement(layout, place)
 
-    def expert_layout(self, model: ModelConfig) -> ExpertLayout:
-        """The expert slots of the decode mesh. Raises ConfigError if they do not suit the model and the ranks."""
-        return self.eplb.layout(
-            num_layers=model.num_hidden_layers, num_experts=model.n_routed_experts, ranks=self.decode_ranks
-        )
+    def expert_layouts(self, model: ModelConfig) -> tuple[ExpertLayout, ...]:
+        """The expert slots of the decode mesh, of the target and of the draft that the model is built with, if any.
 
-    def placement(self, layout: ExpertLayout) -> Int32[np.ndarray, "L X"] | None:
-        """The expert of each slot that `expert_placement` names, None without one. Raises ConfigError."""
-        if self.expert_placement is None:
+        Raises ConfigError if they do not suit the model and the ranks.
+        """
+        return expert_layouts(model, (self.eplb, self.draft_eplb), self.decode_ranks)
+
+    def placement(self, layout: ExpertLayout, model: int = TARGET) -> Int32[np.ndarray, "L X"] | None:
+        """The expert of each slot that a model (by its place) is to start with; None: no file was given for it.
+
+        Raises ConfigError.
+        """
+        name = PLACEMENT_FIELDS[model]
+        file = getattr(self, name)
+        if file is None:
             return None
         try:
-            return read_placement(Path(self.expert_placement), layout)
+            return read_placement(Path(file), layout)
         except OSError as err:
-            raise ConfigError(f"expert_placement={self.expert_placement} cannot be read ({err.strerror}); use a file "
-                              "made by `widemesh experts export`") from None  # fmt: skip
+            raise ConfigError(f"{name}={file} cannot be read ({err.strerror}); use a file made by `widemesh experts "
+                              "export`") from None  # fmt: skip
 
     def share(self, num_processes: int) -> EngineConfig:
         """What one of so many processes has of it: its devices, their slots and rows. Raises ConfigError."""
@@ -145,7 +174,7 @@ class EngineConfig:
     @property
     def scheduler(self) -> SchedulerConfig:
         """The part of it that the scheduler needs. Raises ConfigError for values that do not go together."""
-        longest = -(-(self.max_model_len + self.decode_steps) // self.page_size)
+        longest = -(-(self.max_model_len + self.decode_rows) // self.page_size)
         return SchedulerConfig(
             page_size=self.page_size,
             max_model_len=self.max_model_len,
@@ -154,7 +183,7 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             decode_ranks=self.decode_ranks,
             max_num_seqs=self.max_num_seqs,
-            decode_rows=self.decode_steps,
+            decode_rows=self.decode_rows,
             decode_pages=1 + self.slots_per_rank * longest if self.num_pages is None else self.num_pages,
             reserve_output_tokens=self.reserve_output_tokens,
             max_new_kv_loads_per_step=self.max_new_kv_loads_per_step,
@@ -168,9 +197,20 @@ class EngineConfig:
         return ReplayConfig(prefix=self.replay_prefix, tail=self.replay_tail)
 
     @property
-    def load_window(self) -> int:
-        """Steps of expert load that the decode mesh keeps."""
-        return self.eplb.window_size if self.enable_eplb else 0
+    def decode_rows(self) -> int:
+        """Most rows of a request in one decode dispatch."""
+        return self.decode_steps * (1 + self.num_speculative_tokens)
+
+    @property
+    def load_windows(self) -> tuple[int, int]:
+        """Steps of expert load that the decode mesh keeps, of the target and of the draft."""
+        if not self.enable_eplb:
+            return 0, 0
+        return self.eplb.window_size, self.draft_eplb.window_size
+
+    def eplb_of(self, model: int) -> EplbConfig:
+        """Of a model by its place (`expert_models`)."""
+        return (self.eplb, self.draft_eplb)[model]
 
     @property
     def prefill_ranks(self) -> int:
@@ -192,13 +232,23 @@ class EngineConfig:
         """Rows of one request in one prefill step: each prefill rank works on a request of its own."""
         return self.max_num_batched_tokens // self.prefill_ranks
 
-    def _check_expert_ranks(self, experts: int) -> None:
+    def _check_no_draft(self) -> None:
+        """Refuse what only a draft could have."""
+        redundant, file = self.draft_eplb.num_redundant_experts, self.draft_expert_placement
+        if redundant:
+            raise ConfigError(f"draft_eplb.num_redundant_experts={redundant} needs a draft; set "
+                              "num_speculative_tokens, or use 0")  # fmt: skip
+        if file is not None:
+            raise ConfigError(f"draft_expert_placement={file} needs a draft; set num_speculative_tokens, or leave it "
+                              "out")  # fmt: skip
+
+    def _check_expert_ranks(self, name: str, experts: int) -> None:
         """Every rank must hold as many experts; on a decode mesh with redundant ones its layout counts."""
         for devices, ranks in (("prefill_devices", self.prefill_ranks), ("decode_devices", self.decode_ranks)):
             is_counted = self.enable_eplb and devices == "decode_devices"
             if experts % ranks and not is_counted:
                 near = [str(n * self.tensor_parallel_size) for n in nearest_divisors(experts, ranks)]
-                raise ConfigError(f"{self._rank_words(devices)} must divide the model's n_routed_experts={experts}; "
+                raise ConfigError(f"{self._rank_words(devices)} must divide the model's {name}={experts}; "
                                   f"use {devices}={' or '.join(near)}")  # fmt: skip
 
     def _rank_words(self, devices: str) -> str:
@@ -208,8 +258,11 @@ class EngineConfig:
         return f"{devices}={getattr(self, devices)} / tensor_parallel_size={self.tensor_parallel_size}"
 
 
-def check_slice_rows(rows: int, layout: ExpertLayout) -> None:
-    """Refuse slices that are larger than a layer: more would never move, only take memory. Raises ConfigError."""
+def check_slice_rows(rows: int, layout: ExpertLayout, group: str = "") -> None:
+    """Refuse slices that are larger than a layer: more would never move, only take memory.
+
+    Raises ConfigError; `group` is what the name of the setting begins with.
+    """
     if rows > layout.slots_per_rank:
-        raise ConfigError(f"slice_rows={rows} is more than the {layout.slots_per_rank} expert slots that a rank has in "
-                          f"a layer; use 1 to {layout.slots_per_rank}")  # fmt: skip
+        raise ConfigError(f"{group}slice_rows={rows} is more than the {layout.slots_per_rank} expert slots that a rank "
+                          f"has in a layer; use 1 to {layout.slots_per_rank}")  # fmt: skip

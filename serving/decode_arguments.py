@@ -19,7 +19,7 @@ class DecodeArguments:
     """For the engine's thread alone. What has not changed since the last step is the same object."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, running: RunningSet):
-        self._steps, self._vocab_size, self._running = config.decode_steps, vocab_size, running
+        self._most_rows, self._vocab_size, self._running = config.decode_rows, vocab_size, running
         self._settings = SlotSettings(config.max_num_seqs, vocab_size)
         self.sampling, _ = self._settings.sync(())
         self._rows: tuple[DecodePlan, Int32[np.ndarray, "slots"]] | None = None  # of the last plan
@@ -38,7 +38,7 @@ class DecodeArguments:
             self.sampling, found = self._settings.sync((r.slot, r.epoch, r) for r in requests)
             tallies = tuple(found)
         if self._rows is None or self._rows[0] is not plan or self._running.constrained:
-            self._rows = plan, plan.is_active * np.int32(self._steps)
+            self._rows = plan, plan.is_active * np.int32(self._most_rows)
         rows = self._rows[1]
         mask = self._constrain(plan.is_active, rows) if self._running.constrained else None
         return DecodeWork(rows=rows, mask=mask, tallies=tallies)

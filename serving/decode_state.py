@@ -2,7 +2,7 @@
 
 The host writes a slot when a request joins it and reads tokens one step late; what happens in between is decided
 here: a slot that has drawn a stop token or its last token runs no more rows, however many steps are in flight.
-B slots of a rank.
+B slots of a rank, D drafts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class DecodeState:
     last: Int32[Array, "B"]  # position of the last token that may be drawn
     stops: Int32[Array, "B stops"]  # ids that end the request; NO_ID = none
     is_done: Bool[Array, "B"]
+    drafts: Int32[Array, "B D"]  # what may follow the newest token; -1 = none, and none behind it
 
     @staticmethod
-    def idle(slots: int, history_len: int) -> DecodeState:
+    def idle(slots: int, history_len: int, drafts: int = 0) -> DecodeState:
         """Host arrays of slots that nobody has."""
         zeros = np.zeros(slots, np.int32)
         return DecodeState(
@@ -41,6 +42,7 @@ class DecodeState:
             last=zeros,  # type: ignore[arg-type]
             stops=np.full((slots, MAX_STOP_IDS), NO_ID, np.int32),  # type: ignore[arg-type]
             is_done=np.ones(slots, bool),  # type: ignore[arg-type]
+            drafts=np.full((slots, drafts), -1, np.int32),  # type: ignore[arg-type]
         )
 
     def join(self, slot: Int32[Array, "1"], row: Int32[Array, "1 width"]) -> DecodeState:
@@ -48,7 +50,7 @@ class DecodeState:
         place = jnp.where(slot < 0, self.token.shape[0], slot)  # past the end = dropped
         h = self.tail.shape[1]
 
-        def put(old: Array, new: Array) -> Array:
+        def put(old: Array, new: Array | int) -> Array:
             return old.at[place].set(new, mode="drop")
 
         return DecodeState(
@@ -58,6 +60,7 @@ class DecodeState:
             tail=put(self.tail, row[:, 3 : 3 + h]),
             stops=put(self.stops, row[:, 3 + h :]),
             is_done=put(self.is_done, row[:, 1] >= row[:, 2]),
+            drafts=put(self.drafts, -1),  # the first step is without
         )
 
     def advance(self, drawn: Int32[Array, "B"], runs: Bool[Array, "B"]) -> DecodeState:
@@ -72,6 +75,11 @@ class DecodeState:
             tail=jnp.where(runs[:, None], tail, self.tail),
             is_done=self.is_done | (runs & ends),
         )
+
+
+    def with_drafts(self, drafts: Int32[Array, "B D"], are_new: Bool[Array, "B"]) -> DecodeState:
+        """With these drafts in the slots that have new ones."""
+        return dataclasses.replace(self, drafts=jnp.where(are_new[:, None], drafts, self.drafts))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,7 @@ class DecodeResult:
     """What a decode step says of every slot, on the host."""
 
     tokens: Int32[np.ndarray, "slots k"]
+    tried: Int32[np.ndarray, "slots"]  # drafts that were run
     count: Int32[np.ndarray, "slots"]  # how many of the tokens count
     end: Int32[np.ndarray, "slots"]  # 0, or a sum of `programs.ENDED` and `programs.NOT_FINITE`
     logprobs: RowLogprobs | None  # [slots, k, ...]; None: no slot asked
@@ -96,7 +97,9 @@ class DecodeStep:
         """Its result, once it is there."""
         packed = self.own.read(self.sampled.packed)  # on its way since the dispatch
         logprobs = jax.tree.map(self.own.read, self.sampled.logprobs) if self.wants_logprobs else None
-        return DecodeResult(tokens=packed[:, :-2], count=packed[:, -2], end=packed[:, -1], logprobs=logprobs)
+        return DecodeResult(
+            tokens=packed[:, :-3], tried=packed[:, -3], count=packed[:, -2], end=packed[:, -1], logprobs=logprobs
+        )
 
 
 class DeviceEngine:
@@ -115,7 +118,7 @@ class DeviceEngine:
         self.prefill = self.mesh_type(checkpoint, config, meshes.prefill, slots=1, pages=sizes.prefill_pages)
         self.decode = self.mesh_type(
             checkpoint, config, meshes.decode, slots=sizes.slots_per_rank, pages=sizes.decode_pages, eplb=config.eplb,
-            has_placement=True,
+            draft_eplb=config.draft_eplb, has_placement=True,
         )  # fmt: skip
         self.transfer = InProcessTransfer(meshes.decode, self.decode.own)
         self._idle_loads: dict[int, HandOver] = {}  # by pages: the part in a load of a process that has none
@@ -133,10 +136,11 @@ class DeviceEngine:
         programs = self.decode.programs
         self._join, self._write_tally = programs.join(), programs.write_tally()
         self._decode = programs.decode(config.decode_steps)
-        self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len))
+        self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len, model.draft_tokens))
         self._tally = self.decode.put(init_tally(slots, model.vocab_size))
-        self.expert_load = self._no_load()
+        self.expert_loads = tuple(map(self._no_load, range(len(self.decode.experts))))
         self._records = tuple(place_everywhere(np.int32(code), self.decode.replicated) for code in range(3))
+        self._none_recorded = (self._records[NOT_RECORDED],) * len(self.decode.experts)
         self._no_rows = np.zeros(slots, np.int32)
         self._rows: tuple[Int32[np.ndarray, "slots"], Any] = self._no_rows, self.decode.hand(self._no_rows)
         self._full_mask = self.decode.put(full_mask(slots, model.vocab_size))
@@ -146,7 +150,7 @@ class DeviceEngine:
         if model.engram_layer_ids:
             self._hash = place_everywhere(EngramDeviceHash.build(engram_hash), self.decode.replicated)
         # Table entries that travel with a step: what its slots can grow by.
-        self._writes_per_rank = sizes.slots_per_rank * (1 + sizes.pages_of(config.decode_steps))
+        self._writes_per_rank = sizes.slots_per_rank * (1 + sizes.pages_of(sizes.decode_rows))
         self._no_writes = self.decode.hand(self.decode.packed_writes(NO_WRITES, self._writes_per_rank))
         self._wants_logprobs = False
         history = np.full(engram_hash.history_len, -1, np.int32)
@@ -194,21 +198,20 @@ class DeviceEngine:
 
     def _run_plain(self, work: list[PrefillRow | None], size: PrefillSize) -> jax.Array:
         state, rows, batch = self.prefill, size.rows, self._batch(work, size.rows)
+        tables = state.rope, state.target.replicas
         valid, given = int(batch.length.sum()), self.prefill.hand(batch)
         self.num_dispatches += 1
         if not self._has_tail:
-            done, state.cache = self._whole[rows](state.parameters, state.cache, given, state.rope, state.replicas)
+            done, state.cache = self._whole[rows](state.parameters, state.cache, given, *tables)
             state.traffic.add("prefill", rows, valid)
             return done
-        boundary, state.cache = self._encode[rows](state.parameters, state.cache, given, state.rope, state.replicas)
+        boundary, state.cache = self._encode[rows](state.parameters, state.cache, given, *tables)
         state.traffic.add("encode", rows, valid)
         if size.has_tail:
             ends = np.array([len(row.token_ids) if row and row.is_last else 0 for row in work], np.int32)
             self.num_dispatches += 1
             given = dataclasses.replace(given, length=state.hand(ends))
-            done, state.cache = self._tail[rows](
-                state.parameters, state.cache, boundary, given, state.rope, state.replicas
-            )
+            done, state.cache = self._tail[rows](state.parameters, state.cache, boundary, given, *tables)
             count = state.programs.tail_rows(rows)
             state.traffic.add("tail", count, int(np.minimum(ends, count).sum()))
             return done
@@ -223,7 +226,7 @@ class DeviceEngine:
         self.num_dispatches += 1
         given, wanted = state.hand(batch), state.hand(targets)
         scores, state.cache = self._score[rows](
-            state.parameters, state.cache, given, wanted, state.rope, state.replicas
+            state.parameters, state.cache, given, wanted, state.rope, state.target.replicas
         )
         state.traffic.add("logits", rows, int(batch.length.sum()))
         return scores
@@ -305,13 +308,14 @@ class DeviceEngine:
         pages: PageWrites,
         sampling: SamplingRows,
         mask: UInt32[np.ndarray, "slots W"] | None = None,
-        record: int = NOT_RECORDED,
+        records: tuple[int, ...] = (),
     ) -> DecodeStep:
         """Run at most `rows` rows of every slot (0 = it sits out; None = all do).
 
         `pages` are new entries of the page tables, those that `separate_writes` leaves to the step. The same `rows` or
         `sampling` object says that nothing has changed. `mask` holds the tokens that constraints allow; None allows
-        everything everywhere. `record`: what becomes of the step's expert load (`ExpertLoad.after`).
+        everything everywhere. `records`: what becomes of the step's expert load (`ExpertLoad.after`), model by model;
+        none is recorded without.
         """
         state = self.decode
         rows = self._no_rows if rows is None else rows
@@ -323,20 +327,26 @@ class DeviceEngine:
         writes = state.hand(state.packed_writes(pages, self._writes_per_rank)) if len(pages) else self._no_writes
         placed_mask = self._full_mask if mask is None else state.hand(mask)
         self.num_dispatches += 1
-        state.cache, self._state, self._tally, self.expert_load, sampled = self._decode(
-            state.parameters, state.cache, self._state, self._tally, self.expert_load, self._rows[1], writes,
-            self._placed_sampling, placed_mask, self._hash, state.rope, state.replicas, self._records[record],
+        replicas = tuple(placed.replicas for placed in state.experts)
+        placed_records = tuple(self._records[record] for record in records) or self._none_recorded
+        state.cache, self._state, self._tally, self.expert_loads, sampled = self._decode(
+            state.parameters, state.cache, self._state, self._tally, self.expert_loads, self._rows[1], writes,
+            self._placed_sampling, placed_mask, self._hash, state.rope, replicas, placed_records,
         )  # fmt: skip
         sampled.packed.copy_to_host_async()
         if rows is not self._counted[0]:
-            self._counted = rows, state.traffic.step(
-                "logits", self.config.slots_per_rank, int(rows.sum()), self.config.decode_steps
-            )
+            self._counted = rows, self._decode_traffic(rows)
         state.traffic.total += self._counted[1]
         return DecodeStep(sampled=sampled, wants_logprobs=self._wants_logprobs, own=state.own)
 
-    def _no_load(self) -> ExpertLoad:
-        layout, window = self.decode.layout, self.config.load_window
+    def _decode_traffic(self, rows: Int32[np.ndarray, "slots"]) -> int:
+        """Bytes that the exchanges of a step send, if every slot runs the rows that it may."""
+        traffic, slots, drafts = self.decode.traffic, self.config.slots_per_rank, self.config.num_speculative_tokens
+        sent = traffic.step("logits", slots * (1 + drafts), int(rows.sum()), self.config.decode_steps)
+        return sent + traffic.step("draft", slots * drafts, drafts * int((rows > 0).sum())) if drafts else sent
+
+    def _no_load(self, model: int) -> ExpertLoad:
+        layout, window = self.decode.experts[model].layout, self.config.load_windows[model]
         make = functools.partial(ExpertLoad.zeros, layout.ranks, window, layout.num_layers, layout.slots_per_rank)
         load: ExpertLoad = jax.jit(make, out_shardings=self.decode.sharding)()
         return load

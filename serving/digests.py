@@ -11,7 +11,7 @@ from pathlib import Path
 from widemesh import __version__
 from widemesh.eplb import EplbConfig
 from widemesh.model.checkpoint import Checkpoint
-from widemesh.serving.config import EngineConfig
+from widemesh.serving.config import PLACEMENT_FIELDS, EngineConfig
 
 # Where a checkpoint lies, what it is called, and what bounds or seeds the requests of one process.
 _OWN = frozenset(("model", "served_model_name", "seed", "max_num_queued_reqs", "max_num_queued_tokens",
@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 4096  # of each end of a file of weights; two sets of weights wi
 def job_digests(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
     """Versions, the settings that must agree by name, and hashes of the model's settings and of its weights.
 
-    Of the weights, every tensor's name, type and shape count, and both ends of each file. Of the placement of experts,
+    Of the weights, every tensor's name, type and shape count, and both ends of each file. Of placements of experts,
     the content of the file counts, wherever it lies.
     """
     fields: dict[str, str] = {}
@@ -32,8 +32,10 @@ def job_digests(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
             fields |= {f"{field.name}.{name}": str(one) for name, one in dataclasses.asdict(value).items()}
         elif field.name not in _OWN:
             fields[field.name] = str(value)
-    if config.expert_placement is not None:
-        fields["expert_placement"] = _hash(Path(config.expert_placement).read_bytes())
+    for name in PLACEMENT_FIELDS:
+        file = getattr(config, name)
+        if file is not None:
+            fields[name] = _hash(Path(file).read_bytes())
     return {
         "widemesh": __version__,
         "jax": metadata.version("jax"),

@@ -36,10 +36,11 @@ from widemesh.serving.digests import job_digests
 from widemesh.serving.engine_calls import EngineError
 from widemesh.serving.engine_request import Request
 from widemesh.serving.expert_control import ExpertControl
+from widemesh.serving.expert_models import MODEL_NAMES
 from widemesh.serving.expert_mover import ExpertMover
 from widemesh.serving.job import Job, JobEnd
 from widemesh.serving.limits import MAX_PRIORITY, MAX_STOP_IDS
-from widemesh.serving.live_experts import TARGET, LiveExperts
+from widemesh.serving.live_experts import LiveExperts
 from widemesh.serving.loop import EngineLoop, WeightUpdate
 from widemesh.serving.mailbox import Mailbox, on_the_spot
 from widemesh.serving.memory_limit import available_memory, refuse_if_too_large
@@ -90,7 +91,7 @@ class Engine:
         self.config = config
         processes = processes or ProcessConfig()
         self.share = config.share(processes.num_processes)
-        checkpoint = Checkpoint.open(config.model)
+        checkpoint = Checkpoint.open(config.model, config.num_speculative_tokens)
         self.model_config = checkpoint.config
         config.check_model(self.model_config)
         rule = ReplayRule(config=config.replay, window=self.model_config.sliding_window,
@@ -126,8 +127,9 @@ class Engine:
         self.device = self._open_device(checkpoint, engram_hash)
         self._compiles = CompileCounter()
         self.device.warm_up()
-        mover = ExpertMover(self.device) if config.enable_eplb else None
-        if mover is not None:
+        models = range(len(self.device.decode.experts))
+        movers = [ExpertMover(self.device, model) for model in models if config.enable_eplb]
+        for mover in movers:
             mover.warm_up()
         self._compiles.mark_warm()
         traffic = {"prefill": self.device.prefill.traffic, "decode": self.device.decode.traffic}
@@ -146,14 +148,15 @@ class Engine:
             leave_coordinator()
             self.job.has_loaded(config.ticket_timeout_s)
         agreement = Agreement(self.job.ticket, self.metrics.agreed)
-        self._reshuffler = None if mover is None else self._make_reshuffler(mover, processes.process_id)
+        self._reshufflers = tuple(
+            self._make_reshuffler(model, mover, processes.process_id) for model, mover in enumerate(movers)
+        )
         self._loop = EngineLoop(
             self.share, scheduler, self.device, self._forget, self.metrics, agreement, self._end_loop,
-            () if self._reshuffler is None else (self._reshuffler,),
+            self._reshufflers,
         )  # fmt: skip
-        self.experts: ExpertControl = LiveExperts(
-            self._loop, self.device.decode, self._reshuffler, config.eplb.window_size
-        )
+        controls = [self._control(model) for model in models]
+        self.experts, self.draft_experts = controls[0], controls[1] if len(controls) > 1 else None
         if self.job.failure:
             self._loop.lose(EngineError(self.job.failure))
 
@@ -263,15 +266,11 @@ class Engine:
     @contextlib.contextmanager
     def _experts_held(self) -> Iterator[None]:
         """No expert changes its slot meanwhile: weights are being laid out for the placement of now."""
-        reshuffler = self._reshuffler
-        if reshuffler is None:
+        with contextlib.ExitStack() as held:
+            for reshuffler in self._reshufflers:
+                self._loop.call(reshuffler.hold)
+                held.callback(self._loop.call, reshuffler.release)
             yield
-            return
-        self._loop.call(reshuffler.hold)
-        try:
-            yield
-        finally:
-            self._loop.call(reshuffler.release)
 
     @property
     def weights_version(self) -> int:
@@ -292,10 +291,10 @@ class Engine:
     def _forward(self) -> ForwardModel:
         with self._update_lock:
             if self._whole is None or self._whole[0] is not self._weights:
-                owner = np.arange(self.model_config.n_routed_experts)
-                numerics = numerics_named(self.config.numerics)
-                parameters = load_parameters(self.model_config, numerics, owner, self._weights.read)
-                model = ForwardModel(self.model_config, parameters, self._engram_hash, numerics, self.config.page_size)
+                backbone, numerics = self.model_config.with_draft(0), numerics_named(self.config.numerics)
+                owner = np.arange(backbone.n_routed_experts)
+                parameters = load_parameters(backbone, numerics, owner, self._weights.read)
+                model = ForwardModel(backbone, parameters, self._engram_hash, numerics, self.config.page_size)
                 self._whole = self._weights, model
             return self._whole[1]
 
@@ -338,17 +337,26 @@ class Engine:
         refuse_if_too_large(plan, available_memory(jax.local_devices()), num_processes)
         return DeviceEngine(self.share, checkpoint, engram_hash, self.meshes)
 
-    def _make_reshuffler(self, mover: ExpertMover, rank: int) -> Reshuffler:
-        """Of the target model, on the decode mesh."""
-        layout, config = self.device.decode.layout, self.config.eplb
-        planner = ChildPlanner(layout, config, on_answer=lambda: self._loop.wake())
+    def _make_reshuffler(self, model: int, mover: ExpertMover, rank: int) -> Reshuffler:
+        """Of one model, on the decode mesh."""
+        placed, config = self.device.decode.experts[model], self.config.eplb_of(model)
+        planner = ChildPlanner(placed.layout, config, on_answer=lambda: self._loop.wake())
         return Reshuffler(
-            TARGET, layout, config, self.device.decode.slot_owner, mover, planner, rank=rank, listener=self.metrics
-        )
+            MODEL_NAMES[model], placed.layout, config, placed.slot_owner, mover, planner, rank=rank,
+            listener=self.metrics,
+        )  # fmt: skip
+
+    def _control(self, model: int) -> ExpertControl:
+        """Of one model's experts."""
+        reshuffler = self._reshufflers[model] if self._reshufflers else None
+        return LiveExperts(
+            MODEL_NAMES[model], self._loop, self.device.decode.experts[model], reshuffler,
+            self.config.eplb_of(model).window_size,
+        )  # fmt: skip
 
     def _join(self, processes: ProcessConfig, checkpoint: Checkpoint) -> Job:
         """Meet the other processes. Raises ConfigError."""
-        models = (TARGET,) if self.config.enable_eplb else ()
+        models = MODEL_NAMES[: 2 if self.model_config.draft_tokens else 1] if self.config.enable_eplb else ()
         schema = step_schema(self.share.max_new_kv_loads_per_step or self.share.max_num_seqs, models)
         return Job.join(processes, schema, job_digests(self.config, checkpoint), self.config.ticket_timeout_s)
 

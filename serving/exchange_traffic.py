@@ -7,12 +7,13 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from widemesh.serving.expert_models import DRAFT, TARGET
 from widemesh.serving.programs import Programs
 from widemesh.sharding import EP_AXIS, TP_AXIS
 from widemesh.sharding.exchange import exchange_traffic, look_up_traffic
 
 # The experts of the last layer matter to logits only, and the compiler drops them from programs that make none.
-Part = Literal["logits", "prefill", "encode", "tail"]  # of the model's layers, that a program runs
+Part = Literal["logits", "prefill", "encode", "tail", "draft"]  # of the model's layers, that a program runs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,11 @@ class MeshTraffic:
         ranks, tp = (programs.mesh.shape[axis] for axis in (EP_AXIS, TP_AXIS))
         devices = len(programs.mesh.local_devices)
         cut, depth = model.replay_cut, model.num_hidden_layers
-        layers = {"logits": depth, "prefill": depth - 1, "encode": cut, "tail": depth - 1 - cut}[part]
-        tables = 0 if part == "tail" else len(model.engram_layer_ids)
-        shape, form = programs.exchange_shape(rows), programs.exchange_form(rows)
+        layers = {"logits": depth, "prefill": depth - 1, "encode": cut, "tail": depth - 1 - cut,
+                  "draft": len(model.draft_roles)}[part]  # fmt: skip
+        tables = 0 if part in ("tail", "draft") else len(model.engram_layer_ids)
+        of = DRAFT if part == "draft" else TARGET
+        shape, form = programs.exchange_shape(rows, of), programs.exchange_form(rows, of)
         empty, single = (exchange_traffic(form, dataclasses.replace(shape, rows=count)).total for count in (0, 1))
         fixed = empty if form == "ragged" else exchange_traffic(form, shape).total
         per_row = single - empty if form == "ragged" else 0.0

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from widemesh.eplb import ExpertLayout
+from widemesh.model.config import ConfigError
 from widemesh.serving.request import Status
 
 
@@ -38,8 +39,8 @@ class EplbBusy(ExpertControlError):
 
     status = Status.ABORTED
 
-    def __init__(self, message: str = "experts are moving already; wait until `widemesh experts show` says idle"):
-        super().__init__(message)
+    def __init__(self, model: str = "target"):
+        super().__init__(f"experts are moving already; wait until `widemesh experts show{model_flag(model)}` says idle")
 
 
 class EplbPaused(ExpertControlError):
@@ -47,8 +48,13 @@ class EplbPaused(ExpertControlError):
 
     status = Status.FAILED_PRECONDITION
 
-    def __init__(self, message: str = "rebalancing is paused; run `widemesh experts resume` first"):
-        super().__init__(message)
+    def __init__(self, model: str = "target"):
+        super().__init__(f"rebalancing is paused; run `widemesh experts resume{model_flag(model)}` first")
+
+
+def model_flag(model: str) -> str:
+    """What a command of `widemesh experts` needs behind it to mean this model."""
+    return "" if model == "target" else f" --model {model}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,8 +85,9 @@ class ExpertStatus:
 
 
 class ExpertControl(Protocol):
-    """Steers the rebalancing of one engine. Safe from any thread; a call waits for the next step boundary at most.
+    """Steers the rebalancing of one model of an engine.
 
+    Safe from any thread; a call waits for the next step boundary at most.
     All but `status` raise EplbOff where rebalancing is off. A closed engine raises its EngineError.
     """
 
@@ -109,3 +116,11 @@ class ExpertControl(Protocol):
         Until then the phase is "waiting". Raises ConfigError if it does not fit, EplbBusy while experts move.
         """
         ...
+
+
+def control_of(model: str, target: ExpertControl, draft: ExpertControl | None) -> ExpertControl:
+    """That of a model by its name. Raises ConfigError if it is not one of those that an engine serves."""
+    served = {"target": target} if draft is None else {"target": target, "draft": draft}
+    if model not in served:
+        raise ConfigError(f"model={model!r} is not served here; use {' or '.join(served)}")
+    return served[model]

@@ -16,13 +16,17 @@ from jaxtyping import Int32
 
 from widemesh.eplb import LayerMigration, TransferSlice
 from widemesh.eplb.mover import LoadReading
+from widemesh.model.loading import DRAFT_LAYERS
 from widemesh.serving.abstract import abstract_parameters
 from widemesh.serving.device import DeviceEngine
 from widemesh.serving.expert_load import LoadSummary
+from widemesh.serving.expert_models import DRAFT, TARGET
 from widemesh.serving.programs import Programs
 from widemesh.sharding import named_sharding
 from widemesh.sharding.migrate import MigrationPrograms, Staging
 from widemesh.sharding.own_ranks import place_everywhere
+
+_LAYERS = {TARGET: "layers", DRAFT: DRAFT_LAYERS}  # first part of the path of a model's layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +63,18 @@ class CountVerifying:
 
 
 class ExpertMover:
-    """The `Mover` of a decode mesh. Slices have the `slice_rows` of the engine's EPLB settings.
+    """The `Mover` of one model's experts on a decode mesh. Slices have the `slice_rows` of its EPLB settings.
 
     It keeps one staging area, allocated by `warm_up` (`staging_bytes` on each device), and replaces the mesh's
     parameters and maps in a commit. Owned by the engine's thread. Whatever a call raises, it has left the weights and
     maps as they were.
     """
 
-    def __init__(self, device: DeviceEngine):
-        self._device, self._state = device, device.decode
-        self.rows = device.config.eplb.slice_rows
-        self._programs = migration_programs(device.decode.programs)
+    def __init__(self, device: DeviceEngine, model: int = TARGET):
+        self._device, self._state, self._model = device, device.decode, model
+        self._placed = device.decode.experts[model]
+        self.rows = device.config.eplb_of(model).slice_rows
+        self._programs = migration_programs(device.decode.programs, model)
         self._staging: Staging | None = None
         # Tells a beginning of a layer from the ones before, whose rows may still lie in the staging area.
         self._stamp, self._layer = 0, -1
@@ -86,12 +91,12 @@ class ExpertMover:
 
     def warm_up(self) -> None:
         """Compile every program by running it on idle arguments, and allocate the staging area."""
-        layout, layer = self._state.layout, self._live(0)
+        layout, layer = self._placed.layout, self._live(0)
         none = np.full((layout.ranks, self.rows), -1, np.int32)
         self.begin(0)
         self.copy(0, TransferSlice(source=none, target=none))
         own = np.tile(np.arange(layout.slots_per_rank, dtype=np.int32), (layout.ranks, 1))
-        idle = LayerMigration(layer=0, slot_owner=self._state.slot_owner[0], commit=own,
+        idle = LayerMigration(layer=0, slot_owner=self._placed.slot_owner[0], commit=own,
                               transfers=np.zeros((0, 2), np.int32))  # fmt: skip
         if self.verify(idle).bad_rows():
             raise RuntimeError("rows differ where none has moved")
@@ -101,11 +106,11 @@ class ExpertMover:
 
     def read_window(self) -> SummaryReading:
         """Dispatch the sum over the recorded steps of the window."""
-        return _reading(self._state.programs.summarise_window()(self._device.expert_load))
+        return _reading(self._state.programs.summarise_window(self._model)(self._device.expert_loads[self._model]))
 
     def read_step(self) -> SummaryReading:
         """Dispatch the reading of the newest step's load."""
-        return _reading(self._state.programs.summarise_step()(self._device.expert_load))
+        return _reading(self._state.programs.summarise_step(self._model)(self._device.expert_loads[self._model]))
 
     def begin(self, layer: int) -> None:
         """A layer begins to move, or begins anew: its rows get a stamp that no row in the staging area has."""
@@ -127,9 +132,9 @@ class ExpertMover:
 
     def verify(self, migration: LayerMigration) -> CountVerifying:
         """Dispatch the comparison of all rows that the migration stages."""
-        source = np.full(self._state.layout.num_slots, -1, np.int32)
+        source = np.full(self._placed.layout.num_slots, -1, np.int32)
         source[migration.transfers[:, 1]] = migration.transfers[:, 0]
-        given = self._hand((source.reshape(self._state.layout.ranks, -1), np.int32(self._stamp)))
+        given = self._hand((source.reshape(self._placed.layout.ranks, -1), np.int32(self._stamp)))
         count = self._programs.verify(self._staging_area(), *given)
         count.copy_to_host_async()
         return CountVerifying(count)
@@ -138,12 +143,13 @@ class ExpertMover:
         """Put weights and maps of one layer in force together, for every later dispatch."""
         layer = migration.layer
         made = self._programs.commit(self._live(layer), self._staging_area(), self._hand(migration.commit))
-        parameters = with_experts(self._state.parameters, layer, made)
-        self._state.set_placement(slot_owner)
+        parameters = with_experts(self._state.parameters, layer, made, self._model)
+        self._placed.move(slot_owner)
         self._state.parameters = parameters
 
     def _live(self, layer: int) -> dict[str, Any]:
-        return {name: variable.get_value() for name, variable in _experts(self._state.parameters, layer).items()}
+        experts = _experts(self._state.parameters, layer, self._model)
+        return {name: variable.get_value() for name, variable in experts.items()}
 
     def _staging_area(self) -> Staging:
         """A layer without transfers may come first."""
@@ -156,11 +162,11 @@ class ExpertMover:
         return host if self._state.own.is_whole else place_everywhere(host, self._state.replicated)
 
 
-def migration_programs(programs: Programs) -> MigrationPrograms:
-    """Those for the expert layers of a mesh, which are all of one form. Takes shapes only: the mesh may be abstract."""
-    abstract = abstract_parameters(programs.config, programs.numerics, programs.expert_layout)
+def migration_programs(programs: Programs, model: int = TARGET) -> MigrationPrograms:
+    """Those for the expert layers of a model, all of one form. Takes shapes only: the mesh may be abstract."""
+    abstract = abstract_parameters(programs.config, programs.numerics, programs.expert_layouts)
     layer = {}
-    for name, variable in _experts(abstract, 0).items():
+    for name, variable in _experts(abstract, 0, model).items():
         sharding = named_sharding(programs.mesh, variable.axes)
         layer[name] = jax.tree.map(
             lambda x, sharding=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -169,14 +175,16 @@ def migration_programs(programs: Programs) -> MigrationPrograms:
     return MigrationPrograms(layer=layer, is_native=programs.mesh.devices.flat[0].platform != "cpu")
 
 
-def with_experts(parameters: nnx.State[Any, Any], layer: int, made: dict[str, Any]) -> nnx.State[Any, Any]:
+def with_experts(
+    parameters: nnx.State[Any, Any], layer: int, made: dict[str, Any], model: int = TARGET
+) -> nnx.State[Any, Any]:
     """The parameters with other expert arrays in one layer. The ones given stay as they are, and share the rest.
 
     Only the maps on the way to the layer are copied.
     """
-    experts = _experts(parameters, layer)
+    experts = _experts(parameters, layer, model)
     changed: Any = {name: experts[name].replace(value) for name, value in made.items()}
-    path = ("layers", layer, "ffn", "experts")
+    path = (_LAYERS[model], layer, "ffn", "experts")
     maps: list[Any] = [parameters.raw_mapping]
     for name in path:
         maps.append(maps[-1][name])
@@ -185,9 +193,9 @@ def with_experts(parameters: nnx.State[Any, Any], layer: int, made: dict[str, An
     return nnx.State(changed)
 
 
-def _experts(parameters: nnx.State[Any, Any], layer: int) -> Any:
+def _experts(parameters: nnx.State[Any, Any], layer: int, model: int) -> Any:
     """The variables of a layer's expert matrices by name."""
-    return parameters.raw_mapping["layers"][layer]["ffn"]["experts"]
+    return parameters.raw_mapping[_LAYERS[model]][layer]["ffn"]["experts"]
 
 
 def _reading(summary: LoadSummary) -> SummaryReading:

@@ -14,16 +14,17 @@ from widemesh.eplb.reshuffler import ReshuffleBusy, ReshufflePaused
 from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import EplbBusy, EplbOff, EplbPaused, ExpertStatus
 from widemesh.serving.loop import EngineLoop
-from widemesh.serving.mesh_state import MeshState
-
-TARGET = "target"  # the name of the model whose experts these are
+from widemesh.serving.placed_experts import PlacedExperts
 
 
 class LiveExperts:
-    """The `ExpertControl` of an engine. `reshuffler` is None where experts stay where they are."""
+    """The `ExpertControl` of one model of an engine. `reshuffler` is None where experts stay where they are."""
 
-    def __init__(self, loop: EngineLoop, decode: MeshState, reshuffler: Reshuffler | None, window_size: int):
-        self._loop, self._decode, self._reshuffler, self._window_size = loop, decode, reshuffler, window_size
+    def __init__(
+        self, model: str, loop: EngineLoop, placed: PlacedExperts, reshuffler: Reshuffler | None, window_size: int
+    ):
+        self._model, self._placed = model, placed
+        self._loop, self._reshuffler, self._window_size = loop, reshuffler, window_size
 
     def status(self) -> ExpertStatus:
         """Placement, load, and what is under way."""
@@ -44,7 +45,7 @@ class LiveExperts:
         try:
             self._ask(lambda reshuffler: reshuffler.request(command))
         except ReshufflePaused:
-            raise EplbPaused from None
+            raise EplbPaused(self._model) from None
 
     def pause(self) -> None:
         """Record nothing and make no new plan until `resume`; withdraw an import that waits for other processes."""
@@ -59,7 +60,7 @@ class LiveExperts:
         try:
             self._ask(lambda reshuffler: reshuffler.import_placement(slot_owner))
         except ReshuffleBusy:
-            raise EplbBusy from None
+            raise EplbBusy(self._model) from None
 
     def _ask(self, ask: Callable[[Reshuffler], None]) -> None:
         """Call it between two steps."""
@@ -69,9 +70,9 @@ class LiveExperts:
         self._loop.call(lambda: ask(reshuffler))
 
     def _fixed(self) -> ExpertStatus:
-        owner, layout = self._decode.slot_owner, self._decode.layout
+        owner, layout = self._placed.slot_owner, self._placed.layout
         return ExpertStatus(
-            model=TARGET, layout=layout, slot_owner=owner, placement_hash=placement_hash(owner),
+            model=self._model, layout=layout, slot_owner=owner, placement_hash=placement_hash(owner),
             load=np.zeros(owner.shape, np.int64), load_steps=0, balancedness=0.0, phase="off", layers_done=0,
             layers_total=0, rebalances=dict.fromkeys(("committed", "skipped", "abandoned"), 0), last_failure="",
             moved_bytes=0, moved_rows=0, least_rows=0, is_paused=False, is_disabled=False, steps_to_trigger=0,

@@ -27,7 +27,6 @@ from widemesh.serving.decode_arguments import DecodeArguments
 from widemesh.serving.device import DecodeResult, DecodeStep, DeviceEngine, PrefillStep
 from widemesh.serving.engine_calls import EngineCalls
 from widemesh.serving.engine_request import Request
-from widemesh.serving.expert_load import NOT_RECORDED
 from widemesh.serving.mailbox import Letter, Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
 from widemesh.serving.programs import NOT_FINITE
@@ -368,7 +367,7 @@ class EngineLoop:
         if needs.decodes:
             step = self._device.decode_step(
                 work.decode.rows, pages, self._arguments.sampling, work.decode.mask,
-                record=records[0] if records else NOT_RECORDED,
+                records=tuple(records),
             )  # fmt: skip
             self._in_flight.append((plan.decode, step))
         if needs.decodes or needs.prefill.rows or needs.prefill.scored_rows:
@@ -422,6 +421,9 @@ class EngineLoop:
             return
         self._arguments.settled(plan)
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
+        if self._config.num_speculative_tokens:  # a request that has left its slot since then gets none of its tokens
+            tried = result.tried * accepted.is_live
+            self._metrics.speculation.add(tried, result.count, self._config.num_speculative_tokens)
         looks = running.to_look_at(accepted, result.end)
         if looks is None:  # one token for everybody, and nothing else to say
             got, is_plain, num_tokens = None, None, len(running)

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from widemesh.eplb import ExpertLayout
+from widemesh.eplb import EplbConfig, ExpertLayout
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.config import ModelConfig
-from widemesh.model.loading import is_expert, split_model
+from widemesh.model.loading import is_draft, is_expert, split_model
 from widemesh.model.numerics import Numerics, numerics_named
 from widemesh.model.params import is_engram_table
 from widemesh.model.step import selection_form
 from widemesh.serving.abstract import abstract_parameters
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.expert_load import ExpertLoad
+from widemesh.serving.expert_models import DRAFT, expert_layouts
 from widemesh.serving.sampling import init_tally
 from widemesh.serving.scheduling.config import SchedulerConfig
 from widemesh.serving.tensor_split import refuse_packed
@@ -131,6 +132,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     Raises ConfigError for settings that the model cannot be served with.
     """
     config.check_model(model)
+    model = model.with_draft(config.num_speculative_tokens)
     sizes, numerics = config.scheduler, numerics_named(config.numerics, platform)
     if numerics.packed_weights:
         refuse_packed(config.tensor_parallel_size)
@@ -141,24 +143,22 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
         for slots, pages in ((sizes.prefill_slots_per_rank, sizes.prefill_pages),
                              (sizes.slots_per_rank, sizes.decode_pages))
     )  # fmt: skip
-    decode_layout = config.expert_layout(model)
-    prefill_layout = ExpertLayout(num_layers=model.num_hidden_layers, num_experts=model.n_routed_experts,
-                                  ranks=sizes.prefill_ranks)  # fmt: skip
-    load = jax.eval_shape(functools.partial(
-        ExpertLoad.zeros, 1, config.load_window, decode_layout.num_layers, decode_layout.slots_per_rank
-    ))  # fmt: skip
-    moving = _moving_bytes(model, numerics, of_decode, decode_layout)
-    checksums = decode_layout.slots_per_rank * _U32
-    in_slice = config.eplb.slice_rows * (moving + checksums) // decode_layout.slots_per_rank
-    # Rows sent and rows that arrive; on a CPU, which has no collective for that, rows sent and those of all ranks.
-    slices = 2 if (platform or jax.default_backend()) != "cpu" else 1 + decode_layout.ranks
+    decode_layouts = config.expert_layouts(model)
+    prefill_layouts = expert_layouts(model, (EplbConfig(), EplbConfig()), sizes.prefill_ranks)
+    loads = [
+        jax.eval_shape(functools.partial(ExpertLoad.zeros, 1, window, layout.num_layers, layout.slots_per_rank))
+        for layout, window in zip(decode_layouts, config.load_windows, strict=False)
+    ]
+    is_cpu = (platform or jax.default_backend()) == "cpu"
+    moving = [_moving_parts(model, config, numerics, of_decode, place, is_cpu)
+              for place in range(len(decode_layouts)) if config.enable_eplb]  # fmt: skip
     tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
     prefill = MeshMemory(
         name="prefill",
         ranks=sizes.prefill_ranks,
         tensor_parallel_size=tp,
         parts=(
-            *_fixed_parts(model, numerics, of_prefill, prefill_cache, prefill_layout),
+            *_fixed_parts(model, numerics, of_prefill, prefill_cache, prefill_layouts),
             *_step_parts(model, numerics, prefill_cache, sizes.rows_per_rank, of_prefill),
         ),
     )
@@ -167,14 +167,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
         ranks=sizes.decode_ranks,
         tensor_parallel_size=tp,
         parts=(
-            *_fixed_parts(model, numerics, of_decode, decode_cache, decode_layout),
+            *_fixed_parts(model, numerics, of_decode, decode_cache, decode_layouts),
             Part(name="penalty tallies", kind="state", num_bytes=_nbytes(tally)),
-            Part(name="expert load", kind="state", num_bytes=_nbytes(load)),
-            *[Part(name="expert staging", kind="state", num_bytes=moving + checksums)] * config.enable_eplb,
+            Part(name="expert load", kind="state", num_bytes=_nbytes(loads)),
             *_step_parts(model, numerics, decode_cache, sizes.decode_rows, of_decode),
-            *[Part(name="expert slice", kind="step", num_bytes=slices * in_slice)] * config.enable_eplb,
-            # The rows that a commit makes, while older steps read the old ones.
-            *[Part(name="expert commit", kind="step", num_bytes=moving)] * config.enable_eplb,
+            *(part for parts in moving for part in parts),
         ),
     )
     page_bytes = _nbytes(decode_cache.pages) // decode_cache.pages.shape[0]
@@ -188,6 +185,24 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
         prefill=prefill,
         decode=decode,
     )
+
+
+def _moving_parts(
+    model: ModelConfig, config: EngineConfig, numerics: Numerics, split: _Split, place: int, is_cpu: bool
+) -> list[Part]:
+    """What moving the experts of one model (by its place) takes of a device."""
+    layouts, name = config.expert_layouts(model), ("expert", "draft expert")[place]
+    layout, rows = layouts[place], _moving_bytes(model, numerics, split, layouts, place)
+    checksums = layout.slots_per_rank * _U32
+    in_slice = config.eplb_of(place).slice_rows * (rows + checksums) // layout.slots_per_rank
+    # Rows sent and rows that arrive; on a CPU, which has no collective for that, rows sent and those of all ranks.
+    slices = 1 + layout.ranks if is_cpu else 2
+    return [
+        Part(name=f"{name} staging", kind="state", num_bytes=rows + checksums),
+        Part(name=f"{name} slice", kind="step", num_bytes=slices * in_slice),
+        # The rows that a commit makes, while older steps read the old ones.
+        Part(name=f"{name} commit", kind="step", num_bytes=rows),
+    ]
 
 
 def rank_cache(
@@ -213,10 +228,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _fixed_parts(
-    model: ModelConfig, numerics: Numerics, split: _Split, cache: Cache, layout: ExpertLayout
+    model: ModelConfig, numerics: Numerics, split: _Split, cache: Cache, layouts: tuple[ExpertLayout, ...]
 ) -> list[Part]:
     """What a device holds from start-up on: parameters, rotary tables and state."""
-    tables, rest = _parameter_bytes(model, numerics, split, layout)
+    tables, rest = _parameter_bytes(model, numerics, split, layouts)
     positions = cache.table.shape[1] * cache.layout.page_size
     return [
         Part(name="parameters", kind="parameters", num_bytes=rest),
@@ -224,7 +239,7 @@ def _fixed_parts(
         # cos and sin of every pair, for window-only and for compressed layers
         Part(name="rotary tables", kind="parameters", num_bytes=4 * positions * (model.qk_rope_head_dim // 2) * _F32),
         Part(name="expert maps", kind="parameters",
-             num_bytes=layout.num_layers * layout.num_experts * (layout.max_copies + 1) * _I32),
+             num_bytes=sum(x.num_layers * x.num_experts * (x.max_copies + 1) * _I32 for x in layouts)),
         Part(name="page pool", kind="state", num_bytes=_nbytes(cache.pages)),
         Part(name="window rings", kind="state", num_bytes=_nbytes([layer.window for layer in cache.layers])),
         Part(name="compressor rings", kind="state", num_bytes=_nbytes([layer.open_group for layer in cache.layers])),
@@ -233,11 +248,11 @@ def _fixed_parts(
 
 
 def _parameter_bytes(
-    model: ModelConfig, numerics: Numerics, split: _Split, layout: ExpertLayout
+    model: ModelConfig, numerics: Numerics, split: _Split, layouts: tuple[ExpertLayout, ...]
 ) -> tuple[int, int]:
     """Bytes on one device of the Engram tables, and of everything else."""
     tables = rest = 0
-    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, layout)):
+    for path, variable in nnx.to_flat_state(abstract_parameters(model, numerics, layouts)):
         num_bytes = _device_bytes(variable, split)
         if is_engram_table(path):
             tables += num_bytes
@@ -246,10 +261,13 @@ def _parameter_bytes(
     return tables, rest
 
 
-def _moving_bytes(model: ModelConfig, numerics: Numerics, split: _Split, layout: ExpertLayout) -> int:
-    """Bytes on one device of the experts of one layer, of which all have as many."""
-    state = nnx.to_flat_state(abstract_parameters(model, numerics, layout))
-    return sum(_device_bytes(variable, split) for path, variable in state if is_expert(path)) // layout.num_layers
+def _moving_bytes(
+    model: ModelConfig, numerics: Numerics, split: _Split, layouts: tuple[ExpertLayout, ...], place: int
+) -> int:
+    """Bytes on one device of the experts of one layer of a model (by its place), all of whose layers have as many."""
+    state = nnx.to_flat_state(abstract_parameters(model, numerics, layouts))
+    mine = (variable for path, variable in state if is_expert(path) and is_draft(path) == (place == DRAFT))
+    return sum(_device_bytes(variable, split) for variable in mine) // layouts[place].num_layers
 
 
 def _device_bytes(variable: nnx.Variable[Any], split: _Split) -> int:

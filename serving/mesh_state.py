@@ -12,15 +12,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from widemesh.eplb import EplbConfig, build_maps, initial_placement
+from widemesh.eplb import EplbConfig
 from widemesh.model.cache import Cache, init_cache, page_layout
 from widemesh.model.checkpoint import Checkpoint
 from widemesh.model.loading import StoredTensor, load_parameters, place_parameters, split_model
 from widemesh.model.numerics import numerics_named
 from widemesh.model.rope import RopeTables
-from widemesh.model.step import ReplicaMaps
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.exchange_traffic import MeshTraffic
+from widemesh.serving.expert_models import DRAFT, TARGET
+from widemesh.serving.placed_experts import PlacedExperts
 from widemesh.serving.programs import Programs
 from widemesh.serving.scheduling import PageWrites
 from widemesh.serving.tensor_split import refuse_packed
@@ -34,15 +35,16 @@ _log = logging.getLogger(__name__)
 
 
 class MeshState:
-    """What one mesh holds. `slots` and `pages` are per rank; `eplb` says how many slots its experts have.
+    """What one mesh holds. `slots` and `pages` are per rank; `eplb` and `draft_eplb` say how many slots experts have.
 
-    `has_placement`: it starts with the placement of `config.expert_placement`, if there is one.
+    `experts` has one part for each model, the target's first. `has_placement`: they start with the placements that
+    `config` names, if it does.
     Ranks, slots and pages are counted over this process's own ranks (`own`), which with one process are all.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, mesh: Mesh, *, slots: int, pages: int,
-        eplb: EplbConfig = EplbConfig(), has_placement: bool = False,
+        eplb: EplbConfig = EplbConfig(), draft_eplb: EplbConfig = EplbConfig(), has_placement: bool = False,
     ):  # fmt: skip
         model, sizes = checkpoint.config, config.scheduler
         _log.info("reading the weights for %d devices", mesh.devices.size)
@@ -56,13 +58,15 @@ class MeshState:
         self.programs = Programs(
             config=model, numerics=numerics, graph=graph, mesh=mesh, max_len=self.max_len,
             exchange=config.exchange, batch_invariant=config.batch_invariant, eplb=eplb,
+            draft_eplb=draft_eplb,
         )  # fmt: skip
-        self.layout = self.programs.expert_layout
-        given = config.placement(self.layout) if has_placement else None
-        self.slot_owner = initial_placement(self.layout) if given is None else given  # replaced, never written
+        layouts, self.replicated = self.programs.expert_layouts, named_sharding(mesh, ())
+        self.experts = tuple(
+            PlacedExperts(layout, self.replicated, config.placement(layout, place) if has_placement else None)
+            for place, layout in enumerate(layouts)
+        )
         self.sharding = self.programs.sharding()
         self.traffic = MeshTraffic(self.programs)
-        self.replicated = named_sharding(mesh, ())
         self._model, self._mesh = model, mesh
         self._fill(checkpoint, config)
 
@@ -70,7 +74,8 @@ class MeshState:
         """Put on the devices what the programs take."""
         model = self._model
         self.parameters = self.place(checkpoint.read, checkpoint.stored)
-        self.replicas = self._replicas()
+        for placed in self.experts:
+            placed.place()
         self.rope: RopeTables = place_everywhere(RopeTables.build(model, self.max_len), self.replicated)
         layout = page_layout(model, self.programs.numerics, config.page_size)
 
@@ -87,21 +92,17 @@ class MeshState:
 
         For packed weights see `load_parameters`. Experts of other processes' ranks are not read.
         """
-        own, owner = self.own, self.slot_owner.copy()
-        held = self.layout.slots_per_rank
-        owner[:, : own.first * held] = owner[:, (own.first + own.count) * held :] = -1  # zeros, which take no memory
-        host: nnx.State[Any, Any] = load_parameters(self._model, self.programs.numerics, owner, read, stored)
+        owners = [placed.owners_on(self.own) for placed in self.experts]
+        host: nnx.State[Any, Any] = load_parameters(
+            self._model, self.programs.numerics, owners[TARGET], read, stored,
+            draft_owner=owners[DRAFT] if len(owners) > DRAFT else None,
+        )  # fmt: skip
         return place_parameters(host, self._mesh)
 
-    def set_placement(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
-        """Serve with these maps from the next dispatch on; the weights must lie accordingly by then."""
-        self.slot_owner = slot_owner
-        self.replicas = self._replicas()
-
-    def _replicas(self) -> ReplicaMaps:
-        maps = build_maps(self.slot_owner, self.layout.num_experts, self.layout.max_copies)
-        placed: ReplicaMaps = place_everywhere(ReplicaMaps(maps.expert_slots, maps.copies), self.replicated)  # type: ignore[arg-type]
-        return placed
+    @property
+    def target(self) -> PlacedExperts:
+        """The experts of the target model."""
+        return self.experts[TARGET]
 
     def put(self, host: Any) -> Any:
         """Host arrays with one part per rank, on the devices. The arrays must not be written again."""

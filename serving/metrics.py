@@ -18,6 +18,7 @@ from widemesh.serving.compile_counter import CompileCounter
 from widemesh.serving.expert_metrics import ExpertMetrics
 from widemesh.serving.histogram import Histogram, one_two_five
 from widemesh.serving.request import FinishReason
+from widemesh.serving.speculation_metrics import SpeculationMetrics
 
 if TYPE_CHECKING:
     from widemesh.serving.exchange_traffic import MeshTraffic
@@ -88,6 +89,7 @@ class EngineMetrics(Collector):
         self._device_step = Histogram(_STEP_S)
         self._last_ranks: dict[int, int] = {}
         self._experts = ExpertMetrics(self._labels)
+        self.speculation = SpeculationMetrics(self._labels)
 
     # --- what the engine's thread reports -----------------------------------------------------------------------------
 
@@ -210,6 +212,7 @@ class EngineMetrics(Collector):
         yield self._last_by_rank()
         yield self._pages_by_state()
         yield self._exchange_bytes()
+        yield from self.speculation.collect()
         yield from self._experts.collect()
         yield self._counter("widemesh:compiles_after_warm_up", "Programs compiled that should have been there already.",
                             self._compiles.after_warm_up)  # fmt: skip

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int32, UInt8, UInt32
 from widemesh.eplb import EplbConfig, ExpertLayout
 from widemesh.model.cache import Cache, LayerCache
 from widemesh.model.config import ModelConfig
+from widemesh.model.draft import block_rows
 from widemesh.model.engram_device_hash import EngramDeviceHash
 from widemesh.model.loading import split_model
 from widemesh.model.numerics import Numerics
@@ -27,9 +28,11 @@ from widemesh.model.rope import RopeTables
 from widemesh.model.step import Recorder, ReplicaMaps, Rows, StepContext, StepSettings, selection_form
 from widemesh.model.transformer import Boundary, Transformer
 from widemesh.pallas_kernels.gpu import Implementation
+from widemesh.serving.decode_rows import draw_rows, rows_of
 from widemesh.serving.decode_state import DecodeState
 from widemesh.serving.expert_load import ExpertLoad, LoadRecorder, LoadSummary
-from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, sample, token_logprobs, write_tally
+from widemesh.serving.expert_models import DRAFT, TARGET, expert_layouts
+from widemesh.serving.sampling import RowLogprobs, SamplingRows, Tally, token_logprobs, write_tally
 from widemesh.sharding import EP_AXIS, TP_AXIS, TensorParallel, partition_spec
 from widemesh.sharding.exchange import Form, LayerShape, Wish, choose_form, make_exchange
 from widemesh.sharding.kept import Kept, once
@@ -44,11 +47,11 @@ _EVERYWHERE = PartitionSpec()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Result of a decode step of k rows, one after the other."""
+    """Result of a decode step of k rows of each slot: one after the other, or the newest token and its drafts."""
 
-    # k tokens, how many of them the slot has drawn, and its end: the sum of `ENDED` and `NOT_FINITE`, or 0 if it goes
-    # on. One array, because each that the host reads costs it a transfer of its own.
-    packed: Int32[Array, "B k+2"]
+    # k tokens, how many drafts were tried, how many tokens the slot has drawn, and its end: the sum of `ENDED` and
+    # `NOT_FINITE`, or 0 if it goes on. One array, because each that the host reads costs it a transfer of its own.
+    packed: Int32[Array, "B k+3"]
     logprobs: RowLogprobs  # [B, k, ...]; of slots that asked for them
 
 
@@ -74,6 +77,7 @@ class Programs:
     exchange: Wish = "auto"  # how rows reach their experts
     batch_invariant: bool = False  # sum a row's experts in their own order, whatever rank holds them
     eplb: EplbConfig = EplbConfig()  # of which the copies of experts count here
+    draft_eplb: EplbConfig = EplbConfig()  # likewise of the draft's experts
     _made: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- prefill --------------------------------------------------------------------------------------------------
@@ -150,75 +154,80 @@ class Programs:
     # --- decode ---------------------------------------------------------------------------------------------------
 
     @once
-    def decode(self, steps: int) -> Kept[tuple[Cache, DecodeState, Tally, ExpertLoad, Sampled]]:
-        """(parameters, cache, state, tally, load, control, writes, sampling, mask, hash, rope, replicas, record) ->
+    def decode(self, steps: int) -> Kept[tuple[Cache, DecodeState, Tally, tuple[ExpertLoad, ...], Sampled]]:
+        """(parameters, cache, state, tally, loads, control, writes, sampling, mask, hash, rope, replicas, records) ->
         new state and tokens.
 
-        Runs up to `steps` rows of every slot, one after the other: `control` [B] says how many at most, and a slot
-        that ends runs no more. `writes` [n, 3] are new entries of the page tables (slot, place, page), a slot of -1
-        for none. `mask` has a bit per token that a slot's constraint allows. `record` says what becomes of the
-        step's expert load (`ExpertLoad.after`).
+        Runs every slot up to `steps` times, one after the other, or once with its drafts (`decode_rows`), and then
+        proposes new ones: `control` [B] says how many rows it runs at most, and a slot that ends runs no more.
+        `writes` [n, 3] are new entries of the page tables (slot, place, page), a slot of -1 for none. `mask` has a bit
+        per token that a slot's constraint allows. `records` say what becomes of the step's expert load
+        (`ExpertLoad.after`). Loads, replicas and records are one for each model: the target, then its draft.
         """
 
-        def one(
-            model: Transformer, cache: Cache, state: DecodeState, tally: Tally, runs: Bool[Array, "B"],
-            sampling: SamplingRows, mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables,
-            replicas: ReplicaMaps,
-        ) -> tuple[Cache, DecodeState, Tally, tuple[Array, ...], RowLogprobs]:  # fmt: skip
-            """New state, and of the row: tokens [B], whether its logits are finite [B], expert load [L, Q]."""
-            tokens, nothing = state.token[:, None], jnp.zeros_like(state.position)
-            none = jnp.zeros((*tokens.shape, 0, 0), jnp.int32)
-            engram = none if hash_ is None else hash_.rows(tokens, state.tail)
-            batch, load = Rows(tokens, state.position, runs.astype(jnp.int32), engram, nothing, nothing), LoadRecorder()
-            context = self._context(batch, rope, replicas, 1, load)
-            hidden, cache = model(cache, context)
-            logits = model.logits(hidden[:, 0], context)
-            draw, tally = sample(logits, sampling, mask, tally, state.position + 1, runs)
-            state = state.advance(draw.tokens, runs)
-            finite = jnp.all(jnp.isfinite(logits), axis=-1)
-            return cache, state, tally, (draw.tokens, finite, load.load()), draw.logprobs
-
         def step(
-            parameters: nnx.State[Any, Any], cache: Cache, state: DecodeState, tally: Tally, load: ExpertLoad,
-            control: Int32[Array, "B"], writes: Int32[Array, "1 n 3"], sampling: SamplingRows,
-            mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables, replicas: ReplicaMaps,
-            record: Int32[Array, ""],
-        ) -> tuple[Cache, DecodeState, Tally, ExpertLoad, Sampled]:  # fmt: skip
+            parameters: nnx.State[Any, Any], cache: Cache, state: DecodeState, tally: Tally,
+            loads: tuple[ExpertLoad, ...], control: Int32[Array, "B"], writes: Int32[Array, "1 n 3"],
+            sampling: SamplingRows, mask: UInt32[Array, "B W"], hash_: EngramDeviceHash | None, rope: RopeTables,
+            replicas: tuple[ReplicaMaps, ...], records: tuple[Int32[Array, ""], ...],
+        ) -> tuple[Cache, DecodeState, Tally, tuple[ExpertLoad, ...], Sampled]:  # fmt: skip
             model = nnx.merge(self.graph, parameters)
             cache = _write_table(cache, writes[0])
 
-            def body(carry: Any, row: Int32[Array, ""]) -> Any:
+            def body(carry: Any, number: Int32[Array, ""]) -> Any:
                 cache, state, tally = carry
-                runs = (row < control) & ~state.is_done
-                cache, state, tally, (tokens, finite, routed), logprobs = one(
-                    model, cache, state, tally, runs, sampling, mask, hash_, rope, replicas
-                )
-                return (cache, state, tally), (tokens, runs, finite | ~runs, logprobs, routed)
+                tokens, length = rows_of(state, control - number)
+                batch, load = _decode_batch(tokens, length, state, hash_), LoadRecorder()
+                context = self._context(batch, rope, replicas[0], tokens.shape[1], load)
+                hidden, cache = model(cache, context)
+                logits = model.logits(hidden, context)
+                state, tally, drawn = draw_rows(logits, length, state, tally, sampling, mask)
+                tried = jnp.maximum(length - 1, 0)
+                return (cache, state, tally), (drawn, tried, load.load())
 
             carry = (cache, state, tally)
             if steps == 1:
-                carry, out = body(carry, jnp.int32(0))
-                out = jax.tree.map(lambda x: x[None], out)
+                carry, (drawn, tried, routed) = body(carry, jnp.int32(0))
             else:
-                carry, out = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
-            tokens, runs, finite, logprobs, routed = out
-            by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (tokens, logprobs))
-            count = jnp.sum(runs, axis=0, dtype=jnp.int32)
-            end = ENDED * (carry[1].is_done & (count > 0)) + NOT_FINITE * ~jnp.all(finite, axis=0)
-            packed = jnp.concatenate([by_slot[0], count[:, None], end[:, None]], axis=1, dtype=jnp.int32)
-            load = load.after(jnp.sum(routed, axis=0), record)
-            return *carry, load, Sampled(packed, by_slot[1])
+                carry, (drawn, tried, routed) = lax.scan(body, carry, jnp.arange(steps, dtype=jnp.int32))
+                drawn = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drawn)
+                tried, routed = jnp.sum(tried, axis=0), jnp.sum(routed, axis=0)
+            cache, state, tally = carry
+            by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (drawn.tokens, drawn.logprobs))
+            count = jnp.sum(drawn.runs, axis=0, dtype=jnp.int32)
+            end = ENDED * (state.is_done & (count > 0)) + NOT_FINITE * ~jnp.all(drawn.finite, axis=0)
+            packed = jnp.concatenate(
+                [by_slot[0], tried[:, None], count[:, None], end[:, None]], axis=1, dtype=jnp.int32
+            )
+            routed_by = [routed]
+            if self.config.draft_tokens:
+                cache, state, routed = self._propose(model, cache, state, count > 0, rope, replicas[1])
+                routed_by.append(routed)
+            loads = tuple(map(ExpertLoad.after, loads, routed_by, records))
+            return cache, state, tally, loads, Sampled(packed, by_slot[1])
 
         specs = (*[_PER_RANK] * 8, *[_EVERYWHERE] * 4)
         return self._jit(step, specs, (_PER_RANK,) * 5, donated=(1, 2, 3, 4))
 
+    def _propose(
+        self, model: Transformer, cache: Cache, state: DecodeState, has_run: Bool[Array, "B"], rope: RopeTables,
+        replicas: ReplicaMaps,
+    ) -> tuple[Cache, DecodeState, Int32[Array, "L Q"]]:  # fmt: skip
+        """New drafts for the slots that have run and are not done, and the load of the draft's experts."""
+        runs, tokens = has_run & ~state.is_done, block_rows(state.token, self.config)
+        length = jnp.where(runs, tokens.shape[1], 0)
+        batch, load = _decode_batch(tokens, length, state, None), LoadRecorder()
+        context = self._context(batch, rope, replicas, tokens.shape[1], load, model=DRAFT)
+        proposal, cache = model.propose(cache, context)
+        return cache, state.with_drafts(proposal.tokens, runs), load.load()
+
     @once
-    def summarise_window(self) -> Kept[LoadSummary]:
-        """Of the steps that the ring holds, on every rank."""
+    def summarise_window(self, model: int = TARGET) -> Kept[LoadSummary]:
+        """Of the steps that the ring of a model's load holds, on every rank."""
         return self._summary(lambda load: LoadSummary.of(load.ring, load.num_rows[0]))
 
     @once
-    def summarise_step(self) -> Kept[LoadSummary]:
+    def summarise_step(self, model: int = TARGET) -> Kept[LoadSummary]:
         """Of the newest step, on every rank."""
         return self._summary(lambda load: LoadSummary.of(load.last[:, None], 1))
 
@@ -267,14 +276,15 @@ class Programs:
         return Kept(program, has_collectives=True)
 
     def _context(
-        self, rows: Rows, rope: RopeTables, replicas: ReplicaMaps, count: int, recorder: Recorder | None = None
-    ) -> StepContext:
+        self, rows: Rows, rope: RopeTables, replicas: ReplicaMaps, count: int, recorder: Recorder | None = None,
+        model: int = TARGET,
+    ) -> StepContext:  # fmt: skip
         settings = StepSettings(
             numerics=self.numerics,
             selection=selection_form(count, self.numerics),
             start_bound=self.max_len - 1,
             exchange=make_exchange(
-                self.exchange_form(rows.tokens.size), axis=EP_AXIS, platform=self._platform,
+                self.exchange_form(rows.tokens.size, model), axis=EP_AXIS, platform=self._platform,
                 batch_invariant=self.batch_invariant,
             ),
             tp=TensorParallel(size=self.mesh.shape[TP_AXIS]),
@@ -286,25 +296,22 @@ class Programs:
         )  # fmt: skip
 
     @property
-    def expert_layout(self) -> ExpertLayout:
-        """How many expert slots there are, and where they lie."""
-        return self.eplb.layout(
-            num_layers=self.config.num_hidden_layers, num_experts=self.config.n_routed_experts,
-            ranks=self.mesh.shape[EP_AXIS],
-        )  # fmt: skip
+    def expert_layouts(self) -> tuple[ExpertLayout, ...]:
+        """How many expert slots there are, and where they lie: of the target, and of its draft if there is one."""
+        return expert_layouts(self.config, (self.eplb, self.draft_eplb), self.mesh.shape[EP_AXIS])
 
-    def exchange_shape(self, rows: int) -> LayerShape:
+    def exchange_shape(self, rows: int, model: int = TARGET) -> LayerShape:
         """A MoE layer of a program with so many rows per rank."""
-        config, ranks = self.config, self.mesh.shape[EP_AXIS]
+        config, ranks = (self.config, self.config.of_draft)[model], self.mesh.shape[EP_AXIS]
         return LayerShape(
             rows=rows, per_token=config.num_experts_per_tok, hidden=config.hidden_size,
             value_bytes=jnp.dtype(self.numerics.compute_dtype).itemsize, ranks=ranks,
-            slots=self.expert_layout.num_slots, batch_invariant=self.batch_invariant,
+            slots=self.expert_layouts[model].num_slots, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
-    def exchange_form(self, rows: int) -> Form:
+    def exchange_form(self, rows: int, model: int = TARGET) -> Form:
         """How that layer's rows reach their experts."""
-        return choose_form(self.exchange, self.exchange_shape(rows), self._platform)
+        return choose_form(self.exchange, self.exchange_shape(rows, model), self._platform)
 
     @property
     def _platform(self) -> str:
@@ -336,6 +343,14 @@ class Programs:
     def sharding(self, spec: PartitionSpec = _PER_RANK) -> NamedSharding:
         """Layout of an array with one part per rank (or `spec`)."""
         return NamedSharding(self.mesh, spec)
+
+
+def _decode_batch(
+    tokens: Int32[Array, "B K"], length: Int32[Array, "B"], state: DecodeState, hash_: EngramDeviceHash | None
+) -> Rows:
+    """Rows of a decode step, which continue no cached prefix."""
+    none = jnp.zeros((*tokens.shape, 0, 0), jnp.int32)
+    return Rows.of(tokens, state.position, length, none if hash_ is None else hash_.rows(tokens, state.tail))
 
 
 def _write_table(cache: Cache, writes: Int32[Array, "n 3"]) -> Cache:

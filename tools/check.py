@@ -48,6 +48,8 @@ class Check:
     page_size: int = EngineConfig.page_size  # tokens
     chunk_rows: int = _ROWS_PER_DEVICE  # prefill: tokens of a prompt in one step of a device
     decode_steps: int = 1  # decode: tokens that one dispatch draws
+    # tokens that the model's draft proposes: decode then runs slots * (1 + drafts) rows and the draft behind them
+    drafts: int = 0
     redundant_experts: int | None = None  # decode: with enable_eplb and so many redundant experts; None: without
     replay_tail: Literal["bounded", "full"] = "bounded"  # prefill: rows of the later layers, one window or all
 
@@ -66,6 +68,8 @@ class Check:
             raise ConfigError(f"slots={self.slots} must be a multiple of devices={self.devices}; use {use}")
         if self.pages is not None and self.pages < 2:
             raise ConfigError(f"pages={self.pages} must be at least 2, one of which is nobody's")
+        if self.drafts < 0:
+            raise ConfigError(f"drafts={self.drafts} must not be negative; use 0 to leave the draft out")
         if self.redundant_experts is not None and self.role != "decode":
             raise ConfigError(f"redundant_experts={self.redundant_experts} goes with role=decode: prefill keeps one "
                               "slot per expert; leave it out")  # fmt: skip
@@ -109,6 +113,7 @@ class Check:
             prefill_devices=prefill_devices,
             decode_devices=self.devices,
             decode_steps=self.decode_steps,
+            num_speculative_tokens=self.drafts,
             replay_tail=self.replay_tail,
             enable_eplb=self.redundant_experts is not None,
             eplb=EplbConfig(num_redundant_experts=self.redundant_experts or 0),

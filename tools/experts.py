@@ -11,6 +11,8 @@ import tyro
 
 from widemesh.eplb import hash_text, parse_placement
 from widemesh.model.config import ConfigError
+from widemesh.serving.expert_control import model_flag
+from widemesh.serving.expert_models import MODEL_NAMES, TARGET
 from widemesh.serving.grpc.experts_client import ExpertsClient, check_steps
 from widemesh.sharding.ticket import TicketError
 from widemesh.sharding.ticket.addresses import split_address
@@ -22,11 +24,15 @@ _WIDTH = 100  # columns of the tables, at least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsCommand:
-    """What every command of the group needs: a server."""
+    """What every command of the group needs: a server, and which of its models is meant."""
 
     address: str = "127.0.0.1:50051"  # HOST:PORT of a running server
+    # whose experts: of the target, or of the draft, which a server has that runs with drafts
+    model: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(MODEL_NAMES) + "}")] = MODEL_NAMES[TARGET]
 
     def __post_init__(self) -> None:
+        if self.model not in MODEL_NAMES:
+            raise ConfigError(f"model={self.model!r} is unknown; use {' or '.join(MODEL_NAMES)}")
         try:
             split_address(self.address)
         except TicketError:
@@ -34,7 +40,12 @@ class ExpertsCommand:
 
     def connect(self) -> ExpertsClient:
         """A client of the server, to be closed."""
-        return ExpertsClient(*split_address(self.address))
+        return ExpertsClient(*split_address(self.address), model=self.model)
+
+    @property
+    def server(self) -> str:
+        """In words, with the model if it is not the target."""
+        return self.address if self.model == MODEL_NAMES[TARGET] else f"the {self.model} on {self.address}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +98,7 @@ class Rebalance(ExpertsCommand):
         with self.connect() as client:
             client.rebalance(self.steps)
         measured = "a few" if self.steps is None else str(self.steps)
-        print(f"{self.address} makes a plan after {measured} recorded steps")
+        print(f"{self.server} makes a plan after {measured} recorded steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +108,7 @@ class Pause(ExpertsCommand):
     def run(self) -> None:
         with self.connect() as client:
             client.pause()
-        print(f"{self.address} makes no new placement")
+        print(f"{self.server} makes no new placement")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +118,7 @@ class Resume(ExpertsCommand):
     def run(self) -> None:
         with self.connect() as client:
             client.resume()
-        print(f"{self.address} rebalances again")
+        print(f"{self.server} rebalances again")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +132,7 @@ class Export(ExpertsCommand):
         with self.connect() as client:
             text = client.export_placement()
         self.file.write_text(text, encoding="utf-8")
-        print(f"the placement of {self.address} is in {self.file}")
+        print(f"the placement of {self.server} is in {self.file}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +152,7 @@ class Import(ExpertsCommand):
         with self.connect() as client:
             parse_placement(text, client.status().layout, str(self.file))  # its errors name the file
             placement = hash_text(client.import_placement(text))
-        print(f"{self.address} moves to placement {placement} of {self.file} once every process of its engine has been "
-              "given it; until then `widemesh experts show` says waiting, and `widemesh experts pause` withdraws "
-              "it")  # fmt: skip
+        flag = model_flag(self.model)
+        print(f"{self.server} moves to placement {placement} of {self.file} once every process of its engine has been "
+              f"given it; until then `widemesh experts show{flag}` says waiting, and `widemesh experts pause{flag}` "
+              "withdraws it")  # fmt: skip

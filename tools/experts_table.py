@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from widemesh.eplb import balancedness, hash_text
-from widemesh.serving.expert_control import ExpertStatus
+from widemesh.serving.expert_control import ExpertStatus, model_flag
 from widemesh.tools.experts_figures import LayerFigures, layer_figures, rank_shares
 
 _OTHERS = 56  # columns that all but the heat map take
@@ -64,7 +64,8 @@ def _phase(status: ExpertStatus) -> str:
     if status.is_paused:
         words.append("paused")
     elif status.is_disabled:
-        words.append("given up after too many failures; `widemesh experts resume` tries again")
+        resume = f"widemesh experts resume{model_flag(status.model)}"
+        words.append(f"given up after too many failures; `{resume}` tries again")
     elif status.steps_to_trigger:
         words.append(f"next plan in {status.steps_to_trigger:,} steps")
     return ", ".join(words)

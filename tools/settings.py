@@ -113,7 +113,7 @@ def _take_groups(
     args: Sequence[str], classes: Sequence[type], prefix: str
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """`args` without flags that give a group as a JSON object, and those groups by name. Raises ConfigError."""
-    flags = {f"--{prefix}{name}-config": (name, cls) for name, cls in _groups(classes).items()}
+    flags = {f"--{prefix}{name}-config".replace("_", "-"): (name, cls) for name, cls in _groups(classes).items()}
     rest, found, left = [], {}, iter(args)
     for arg in left:
         flag, equals, text = arg.partition("=")

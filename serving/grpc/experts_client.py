@@ -9,6 +9,7 @@ import grpc
 
 from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import ExpertStatus
+from widemesh.serving.expert_models import MODEL_NAMES, TARGET
 from widemesh.serving.grpc.client import ServerError, address_of, channel_options, server_error
 from widemesh.serving.grpc.experts_convert import read_status
 from widemesh.serving.grpc.protos import experts_pb2 as pb
@@ -19,10 +20,13 @@ TIMEOUT_S = 60.0  # a call waits for a step, and the first one of a busy engine 
 
 
 class ExpertsClient:
-    """One connection to a server; use it as a context manager. Every call may raise ServerError."""
+    """One connection to a server, about one of its models; use it as a context manager.
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 50051):
-        self._address = address_of(host, port)
+    `model` is "target" or "draft". Every call may raise ServerError, also for a model that the server has not.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 50051, model: str = MODEL_NAMES[TARGET]):
+        self._address, self._model = address_of(host, port), model
         self._channel = grpc.insecure_channel(self._address, options=channel_options(host))
         self._stub = ExpertsStub(self._channel)
 
@@ -34,7 +38,7 @@ class ExpertsClient:
 
     def status(self) -> ExpertStatus:
         """Placement, load, and what is under way."""
-        request = pb.GetExpertStatusRequest(include_load=True, include_placement=True)
+        request = pb.GetExpertStatusRequest(include_load=True, include_placement=True, model=self._model)
         response = self._call(self._stub.GetStatus, request)
         try:
             return read_status(response)
@@ -48,23 +52,24 @@ class ExpertsClient:
         Raises ConfigError for a number that no window has.
         """
         check_steps(steps)
-        self._call(self._stub.Rebalance, pb.RebalanceRequest(steps=steps))
+        self._call(self._stub.Rebalance, pb.RebalanceRequest(steps=steps, model=self._model))
 
     def pause(self) -> None:
         """Make no new plan until `resume`."""
-        self._call(self._stub.Pause, pb.PauseRebalancingRequest())
+        self._call(self._stub.Pause, pb.PauseRebalancingRequest(model=self._model))
 
     def resume(self) -> None:
         """Go on after `pause`, or after too many rebalances that were abandoned."""
-        self._call(self._stub.Resume, pb.ResumeRebalancingRequest())
+        self._call(self._stub.Resume, pb.ResumeRebalancingRequest(model=self._model))
 
     def export_placement(self) -> str:
         """The placement that serves, as JSON."""
-        return self._call(self._stub.ExportPlacement, pb.ExportPlacementRequest()).placement_json
+        request = pb.ExportPlacementRequest(model=self._model)
+        return self._call(self._stub.ExportPlacement, request).placement_json
 
     def import_placement(self, placement_json: str) -> int:
         """Begin to move to this placement. Its hash, which `status` reports once every layer has moved."""
-        request = pb.ImportPlacementRequest(placement_json=placement_json)
+        request = pb.ImportPlacementRequest(placement_json=placement_json, model=self._model)
         return self._call(self._stub.ImportPlacement, request).placement_hash
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:

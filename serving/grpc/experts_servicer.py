@@ -11,7 +11,8 @@ import grpc
 
 from widemesh.eplb import dump_placement, parse_placement, placement_hash
 from widemesh.model.config import ConfigError
-from widemesh.serving.expert_control import ExpertControl, ExpertControlError
+from widemesh.serving.expert_control import ExpertControl, ExpertControlError, control_of
+from widemesh.serving.expert_models import MODEL_NAMES, TARGET
 from widemesh.serving.grpc.experts_convert import write_status
 from widemesh.serving.grpc.protos import experts_pb2 as pb
 from widemesh.serving.grpc.protos.experts_pb2_grpc import ExpertsServicer
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Request = (
+    pb.GetExpertStatusRequest | pb.RebalanceRequest | pb.PauseRebalancingRequest | pb.ResumeRebalancingRequest
+    | pb.ExportPlacementRequest | pb.ImportPlacementRequest
+)  # fmt: skip
+
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 
 
 class ExpertsService(ExpertsServicer):
-    """The service. `ready_engine` gives the engine or ends the call with UNAVAILABLE.
+    """The service, for each model of an engine. `ready_engine` gives the engine or ends the call with UNAVAILABLE.
 
     The control waits for the engine's next step, so it is asked on a worker thread: streams go on meanwhile.
     """
@@ -41,25 +47,25 @@ class ExpertsService(ExpertsServicer):
             return write_status(control.status(), include_load=request.include_load,
                                 include_placement=request.include_placement)  # fmt: skip
 
-        return await self._ask(ask, context)
+        return await self._ask(request, ask, context)
 
     async def Rebalance(
         self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext
     ) -> pb.RebalanceResponse:
         steps = request.steps if request.HasField("steps") else None
-        await self._ask(lambda control: control.rebalance(steps), context)
+        await self._ask(request, lambda control: control.rebalance(steps), context)
         return pb.RebalanceResponse()
 
     async def Pause(
         self, request: pb.PauseRebalancingRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseRebalancingResponse:
-        await self._ask(lambda control: control.pause(), context)
+        await self._ask(request, lambda control: control.pause(), context)
         return pb.PauseRebalancingResponse()
 
     async def Resume(
         self, request: pb.ResumeRebalancingRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeRebalancingResponse:
-        await self._ask(lambda control: control.resume(), context)
+        await self._ask(request, lambda control: control.resume(), context)
         return pb.ResumeRebalancingResponse()
 
     async def ExportPlacement(
@@ -71,7 +77,7 @@ class ExpertsService(ExpertsServicer):
                 placement_json=dump_placement(status.slot_owner, status.layout), placement_hash=status.placement_hash
             )
 
-        return await self._ask(ask, context)
+        return await self._ask(request, ask, context)
 
     async def ImportPlacement(
         self, request: pb.ImportPlacementRequest, context: grpc.aio.ServicerContext
@@ -81,13 +87,17 @@ class ExpertsService(ExpertsServicer):
             control.import_placement(owner)
             return pb.ImportPlacementResponse(placement_hash=placement_hash(owner))
 
-        return await self._ask(ask, context)
+        return await self._ask(request, ask, context)
 
-    async def _ask[T](self, ask: Callable[[ExpertControl], T], context: grpc.aio.ServicerContext) -> T:
-        """What `ask` answers; its errors end the call."""
+    async def _ask[T](
+        self, request: _Request, ask: Callable[[ExpertControl], T], context: grpc.aio.ServicerContext
+    ) -> T:
+        """What `ask` answers of the model that the request means; its errors end the call."""
         engine = await self._ready_engine(context)
+        model = request.model if request.HasField("model") else MODEL_NAMES[TARGET]
         try:
-            return await asyncio.to_thread(ask, engine.experts)
+            control = control_of(model, engine.experts, engine.draft_experts)
+            return await asyncio.to_thread(ask, control)
         except ConfigError as err:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(err))
         except ExpertControlError as err:

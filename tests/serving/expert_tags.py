@@ -11,8 +11,9 @@ from flax import nnx
 
 from widemesh.eplb import ExpertLayout, build_maps
 from widemesh.model.checkpoint import Checkpoint
-from widemesh.model.loading import load_parameters
+from widemesh.model.loading import DRAFT_LAYERS, load_parameters
 from widemesh.model.numerics import NUMERICS
+from widemesh.serving.expert_models import DRAFT, MODEL_NAMES, TARGET
 from widemesh.serving.mesh_state import MeshState
 
 
@@ -32,36 +33,43 @@ def any_placement(layout: ExpertLayout, current: np.ndarray, rng: np.random.Gene
 
 
 class Tags:
-    """Of a checkpoint, at `plain` numerics."""
+    """Of a checkpoint, at `plain` numerics: of its target and, if `draft_tokens` are asked of it, of its draft."""
 
-    def __init__(self, folder: Path | str):
-        checkpoint = Checkpoint.open(folder)
-        self.num_layers = checkpoint.config.num_hidden_layers
+    def __init__(self, folder: Path | str, draft_tokens: int = 0):
+        checkpoint = Checkpoint.open(folder, draft_tokens)
         every = np.arange(checkpoint.config.n_routed_experts)
         loaded = load_parameters(checkpoint.config, NUMERICS["plain"], every, checkpoint.read)
-        self._tags = [{name: np.asarray(one.get_value()) for name, one in experts.items()}
-                      for experts in experts_of(loaded)]  # fmt: skip
+        models = (TARGET, DRAFT) if draft_tokens else (TARGET,)
+        self._tags = [[{name: np.asarray(one.get_value()) for name, one in experts.items()}
+                       for experts in experts_of(loaded, model)] for model in models]  # fmt: skip
 
-    def problems(self, state: MeshState, layers: Iterable[int] | None = None) -> list[str]:
-        """What on the devices is not as `slot_owner` says: rows of these layers (None: of all), and all maps."""
-        found = []
-        for layer in range(self.num_layers) if layers is None else layers:
-            owner = state.slot_owner[layer]
-            for name, variable in experts_of(state.parameters)[layer].items():
-                rows, tags = np.asarray(variable.get_value()), self._tags[layer][name]
+    def problems(self, state: MeshState) -> list[str]:
+        """What on the devices is not as the placements say: rows of every layer, and all maps."""
+        assert len(state.experts) == len(self._tags)
+        return [problem for model, tags in enumerate(self._tags)
+                for problem in self.problems_of(state, model, range(len(tags)))]  # fmt: skip
+
+    def problems_of(self, state: MeshState, model: int, layers: Iterable[int]) -> list[str]:
+        """Likewise of one model's maps, and of these of its layers."""
+        found, placed = [], state.experts[model]
+        for layer in layers:
+            owner = placed.slot_owner[layer]
+            for name, variable in experts_of(state.parameters, model)[layer].items():
+                rows, tags = np.asarray(variable.get_value()), self._tags[model][layer][name]
                 wrong = np.flatnonzero(
                     [e >= 0 and row.tobytes() != tags[e].tobytes() for row, e in zip(rows, owner, strict=True)]
                 )
                 if wrong.size:
-                    found.append(f"layer {layer}, {name}: slots {wrong} hold other experts than {owner[wrong]}")
-        maps = build_maps(state.slot_owner, state.layout.num_experts, state.layout.max_copies)
+                    found.append(f"{MODEL_NAMES[model]}, layer {layer}, {name}: slots {wrong} hold other experts than "
+                                 f"{owner[wrong]}")  # fmt: skip
+        maps = build_maps(placed.slot_owner, placed.layout.num_experts, placed.layout.max_copies)
         for name in ("expert_slots", "copies"):
-            if not np.array_equal(getattr(state.replicas, name), getattr(maps, name)):
-                found.append(f"{name} on the devices is not that of the placement")
+            if not np.array_equal(getattr(placed.replicas, name), getattr(maps, name)):
+                found.append(f"{MODEL_NAMES[model]}: {name} on the devices is not that of the placement")
         return found
 
 
-def experts_of(parameters: nnx.State[Any, Any]) -> list[Any]:
-    """The expert matrices of every layer by name."""
-    layers = parameters.raw_mapping["layers"]
+def experts_of(parameters: nnx.State[Any, Any], model: int = TARGET) -> list[Any]:
+    """The expert matrices of every layer of a model by name."""
+    layers = parameters.raw_mapping[{TARGET: "layers", DRAFT: DRAFT_LAYERS}[model]]
     return [layers[layer]["ffn"]["experts"] for layer in range(len(layers))]

@@ -148,6 +148,12 @@ def run(engine: Engine, workload: Workload) -> dict[str, Outcome]:
     return outcomes
 
 
+def known_tokens(workload: Workload, outcomes: dict[str, Outcome]) -> list[np.ndarray]:
+    """The tokens of every request, prompt and output: what an engine with drafts may be given to draft."""
+    asked = [one for one in workload.operations if isinstance(one, Submit)]
+    return [np.concatenate([one.prompt, outcomes[one.name].tokens]).astype(np.int32) for one in asked]
+
+
 def _guard(device: Any) -> tuple[str, ...]:
     """Make every host array that goes to the device read-only: on a CPU its buffer may be the device's, so writing to
     it later would change a step under way. Returns the names of the methods that were wrapped."""

@@ -105,9 +105,9 @@ def run_on_mesh(folder: Path, numerics_name: str, mesh: Mesh, **exchange: Any) -
         return logits, draw(newest, sampling, batch.start + batch.length, batch.length > 0), cache
 
     program = programs._jit(step, (spec, spec, spec, everywhere, everywhere), (spec, spec, spec))
-    owner = initial_placement(programs.expert_layout)
+    owner = initial_placement(programs.expert_layouts[0])
     parameters = place_parameters(load_parameters(config, numerics, owner, checkpoint.read), mesh)
-    maps = build_maps(owner, config.n_routed_experts, programs.expert_layout.max_copies)
+    maps = build_maps(owner, config.n_routed_experts, programs.expert_layouts[0].max_copies)
     replicas, rope = place_everywhere(
         (ReplicaMaps(maps.expert_slots, maps.copies), RopeTables.build(config, LENGTH)), programs.sharding(everywhere)
     )

@@ -16,13 +16,14 @@ from widemesh.serving.ahead import step_programs
 
 needs_aot = pytest.mark.skipif(not has_plugin(), reason="needs pip install 'widemesh[aot]'")
 
-# Every kind of layer once, at the widths that the kernels are written for and few experts.
+# Every kind of layer once and a draft of two, at the widths that the kernels are written for and few experts.
 SMALL = dataclasses.replace(
     FLASH, hidden_size=512, moe_intermediate_size=256, num_hidden_layers=5, n_routed_experts=16,
-    num_nextn_predict_layers=0, compress_ratios=(0, 0, 2, 1, 1), kv_source_layer_ids=(2, 3),
+    num_nextn_predict_layers=2, compress_ratios=(0, 0, 2, 1, 1, 0, 0), kv_source_layer_ids=(2, 3),
     index_source_layer_ids=(2, 3, 4), candidate_source_layer_id=3, engram_layer_ids=(1,),
-    engram_num_embeddings=(384006168,), dspark_target_layer_ids=(),
+    engram_num_embeddings=(384006168,), dspark_target_layer_ids=(3, 4), dspark_n_routed_experts=8,
 )  # fmt: skip
+DRAFTS = 5
 
 
 def test_they_are_what_the_engine_dispatches(engine) -> None:
@@ -47,7 +48,8 @@ def checked(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     (folder / "config.json").write_text(json.dumps(SMALL.to_json()))
     command = [sys.executable, "-m", "widemesh.tools.cli", "check", str(folder), "--target", "B200", "--devices", "4",
-               "--role", request.param, "--slots", "16", "--max-model-len", "8192", "--chunk-rows", "256"]  # fmt: skip
+               "--role", request.param, "--slots", "16", "--max-model-len", "8192", "--chunk-rows", "256",
+               "--drafts", str(DRAFTS)]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
     return request.param, done, json.loads(done.stdout.splitlines()[-1])
@@ -59,9 +61,11 @@ def test_every_op_has_its_kernel_and_nothing_spills(checked) -> None:
     assert done.returncode == 0, done.stderr
     assert facts["compiled"] and facts["fits"] and facts["spill_bytes"] == 0 and facts["role"] == role
     # Layers, those with an index, with compressed keys of their own, and with Engram; of each op so many kernels.
-    layers, index, sources, engram = 5, 3, 2, 1
-    layers -= role == "prefill"  # which makes no logits: nothing reads what the last layer adds, and XLA leaves it out
-    index -= role == "prefill"
+    layers, index, sources, engram, draft = 5, 3, 2, 1, 2
+    if role == "prefill":  # which makes no logits and no drafts: nothing reads what the last layer adds
+        layers, index, draft = layers - 1, index - 1, 0
+    layers += draft  # whose layers have the ops of any layer with window keys alone
+    assert facts["drafts"] == DRAFTS
     assert facts["kernels"]["sparse_attention"] == layers
     assert facts["kernels"]["grouped_moe"] == 3 * layers
     assert facts["kernels"]["compress"] == sources and facts["kernels"]["engram_gate"] == 2 * engram
@@ -72,5 +76,5 @@ def test_every_op_has_its_kernel_and_nothing_spills(checked) -> None:
 def test_the_collectives_are_those_of_the_exchange(checked) -> None:
     role, _, facts = checked
     assert facts["collectives"].keys() == {"all-gather", "reduce-scatter"}
-    # One per layer (in a prefill, but the last), one for the Engram rows.
-    assert facts["collectives"]["reduce-scatter"]["count"] == 5 - (role == "prefill") + 1
+    # One per layer (in a prefill, but the last, and none of the draft), one for the Engram rows.
+    assert facts["collectives"]["reduce-scatter"]["count"] == (4 if role == "prefill" else 5 + 2) + 1

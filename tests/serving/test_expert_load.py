@@ -64,9 +64,10 @@ def device_of(config: EngineConfig, **changes: object) -> DeviceEngine:
 
 def step(device: DeviceEngine, rows: list[int], record: int = NOT_RECORDED) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [slots, k] (-1 past a slot's count), and the step's load per slot [L, X]."""
-    result = device.decode_step(np.array(rows, np.int32), NO_WRITES, SamplingRows.neutral(SLOTS), record=record).wait()
+    given = np.array(rows, np.int32), NO_WRITES, SamplingRows.neutral(SLOTS)
+    result = device.decode_step(*given, records=(record,)).wait()
     tokens = np.where(np.arange(result.tokens.shape[1]) < result.count[:, None], result.tokens, -1)
-    last = np.asarray(device.expert_load.last)  # [R, L, Q]
+    last = np.asarray(device.expert_loads[0].last)  # [R, L, Q]
     return tokens, last.transpose(1, 0, 2).reshape(LAYERS, -1)
 
 
@@ -103,7 +104,7 @@ def test_a_step_counts_tokens_times_experts_in_every_layer(plain: Run):
 
 def test_the_window_holds_what_was_recorded(plain: Run):
     """Steps 0, 1 and 3, read as numpy reads them; and the newest step."""
-    programs, load = plain.device.decode.programs, plain.device.expert_load
+    programs, load = plain.device.decode.programs, plain.device.expert_loads[0]
     for summary, kept in ((programs.summarise_window()(load), plain.loads[[0, 1, 3]]),
                           (programs.summarise_step()(load), plain.loads[3:])):  # fmt: skip
         by_rank = kept.reshape(-1, LAYERS, RANKS, EXPERTS // RANKS).sum(-1)
@@ -124,20 +125,20 @@ def test_four_rows_a_step_and_copies_of_experts(config: EngineConfig, plain: Run
     tokens, load = step(device, list(GIVEN), FIRST_ROW)
     assert (tokens.T[..., None] == plain.tokens).all()
     assert load.shape == (LAYERS, 32) and (load.sum(1) == sum(ROWS) * PER_ROW).all()
-    assert (fold_slots(load, device.decode.slot_owner, EXPERTS) == plain.loads.sum(0)).all()
+    assert (fold_slots(load, device.decode.target.slot_owner, EXPERTS) == plain.loads.sum(0)).all()
     assert (load[:, :16] > 0).any() and (load[:, 16:] > 0).any()
-    assert (np.asarray(device.expert_load.ring)[:, 0] == np.asarray(device.expert_load.last)).all()
+    assert (np.asarray(device.expert_loads[0].ring)[:, 0] == np.asarray(device.expert_loads[0].last)).all()
 
 
 def test_a_decode_mesh_starts_with_the_placement_of_a_file(config: EngineConfig, plain: Run, tmp_path: Path):
     """Tokens are the same, load lies where the experts do; the prefill mesh keeps its own placement."""
-    layout = config.expert_layout(MODEL)
+    layout = config.expert_layouts(MODEL)[0]
     owner = np.stack([np.random.default_rng(layer).permutation(EXPERTS) for layer in range(LAYERS)]).astype(np.int32)
     path = tmp_path / "placement.json"
     path.write_text(dump_placement(owner, layout))
     found = run(device_of(config, exchange="all_gather", expert_placement=str(path)))
-    assert (found.device.decode.slot_owner == owner).all()
-    assert (found.device.prefill.slot_owner == initial_placement(found.device.prefill.layout)).all()
+    assert (found.device.decode.target.slot_owner == owner).all()
+    assert (found.device.prefill.target.slot_owner == initial_placement(found.device.prefill.target.layout)).all()
     assert (found.tokens == plain.tokens).all()
     assert (found.loads == np.take_along_axis(plain.loads, owner[None], axis=2)).all()
 
@@ -165,7 +166,7 @@ def test_a_placement_with_copies_needs_room_for_them(config: EngineConfig, tmp_p
     eplb = EplbConfig(num_redundant_experts=8, window_size=3)
     path = tmp_path / "placement.json"
     with_copies = dataclasses.replace(config, eplb=eplb, expert_placement=str(path))
-    layout = with_copies.expert_layout(MODEL)
+    layout = with_copies.expert_layouts(MODEL)[0]
     path.write_text(dump_placement(initial_placement(layout), layout))
     with_copies.check_model(MODEL)
     words = "for num_redundant_experts=8; it must be 0: use a placement of a model with num_redundant_experts=0"

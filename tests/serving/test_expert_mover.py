@@ -54,7 +54,7 @@ def mover(device: DeviceEngine) -> ExpertMover:
 
 def any_placement(device: DeviceEngine, seed: int) -> np.ndarray:
     """Every expert somewhere in every layer, other slots empty or a copy that no rank has twice."""
-    rng, layout = np.random.default_rng(seed), device.decode.layout
+    rng, layout = np.random.default_rng(seed), device.decode.target.layout
     owner = np.full((layout.num_layers, layout.num_slots), -1, np.int32)
     for layer in owner:
         order = rng.permutation(layout.num_slots)
@@ -77,10 +77,10 @@ def stage(mover: ExpertMover, migration: LayerMigration) -> int:
 def migrate(mover: ExpertMover, device: DeviceEngine, wanted: np.ndarray) -> int:
     """From the placement that serves to `wanted`; the number of rows that crossed."""
     state = device.decode
-    plan = plan_migration(state.slot_owner, wanted, state.layout)
+    plan = plan_migration(state.target.slot_owner, wanted, state.target.layout)
     for migration in plan.layers:
         assert stage(mover, migration) == 0
-        owner = state.slot_owner.copy()
+        owner = state.target.slot_owner.copy()
         owner[migration.layer] = migration.slot_owner
         mover.commit(migration, owner)
     return plan.num_transfers
@@ -95,7 +95,7 @@ def check_as_loaded(device: DeviceEngine, checkpoint: Path) -> None:
         assert one.sharding == other.sharding
         one, other = np.asarray(one), np.asarray(other)
         if "experts" in path:
-            filled = state.slot_owner[path[1]] >= 0
+            filled = state.target.slot_owner[path[1]] >= 0
             one, other = one[filled], other[filled]
         assert one.tobytes() == other.tobytes(), path
 
@@ -110,7 +110,7 @@ def test_it_is_a_mover(mover: ExpertMover, device: DeviceEngine) -> None:
     _: Mover = mover
     model = device.model_config
     assert mover.row_bytes == 3 * model.hidden_size * model.moe_intermediate_size * 4
-    assert mover.staging_bytes == device.decode.layout.slots_per_rank * (mover.row_bytes + 4)
+    assert mover.staging_bytes == device.decode.target.layout.slots_per_rank * (mover.row_bytes + 4)
     assert mover.rows == 2
 
 
@@ -118,13 +118,13 @@ def test_weights_and_maps_are_as_loaded(
     mover: ExpertMover, device: DeviceEngine, checkpoint: Path, compiles: CompileCounter
 ) -> None:
     state, moved = device.decode, 0
-    a_step(state.parameters, state.replicas)
+    a_step(state.parameters, state.target.replicas)
     compiles.mark_warm()
     for seed in range(2):
         wanted = any_placement(device, seed)
         moved += migrate(mover, device, wanted)
-        assert np.array_equal(state.slot_owner, wanted)
-        a_step(state.parameters, state.replicas)  # knows what a commit has made
+        assert np.array_equal(state.target.slot_owner, wanted)
+        a_step(state.parameters, state.target.replicas)  # knows what a commit has made
     assert compiles.after_warm_up == 0 and moved > 50
     check_as_loaded(device, checkpoint)
 
@@ -134,12 +134,12 @@ def test_each_device_of_a_rank_moves_its_part(checkpoint: Path) -> None:
     mover = ExpertMover(device)
     assert migrate(mover, device, any_placement(device, 1)) > 20
     check_as_loaded(device, checkpoint)
-    assert mover.staging_bytes == device.decode.layout.slots_per_rank * (mover.row_bytes // 2 + 4)
+    assert mover.staging_bytes == device.decode.target.layout.slots_per_rank * (mover.row_bytes // 2 + 4)
 
 
 def test_a_flipped_bit_is_counted_and_a_new_start_heals_it(mover: ExpertMover, device: DeviceEngine) -> None:
     wanted = any_placement(device, 7)
-    migration = plan_migration(device.decode.slot_owner, wanted, device.decode.layout).layers[0]
+    migration = plan_migration(device.decode.target.slot_owner, wanted, device.decode.target.layout).layers[0]
     assert stage(mover, migration) == 0
     staging = mover._staging
     assert staging is not None
@@ -154,7 +154,7 @@ def test_a_flipped_bit_is_counted_and_a_new_start_heals_it(mover: ExpertMover, d
 def test_rows_staged_before_a_new_beginning_do_not_pass(mover: ExpertMover, device: DeviceEngine) -> None:
     """Neither another migration of the layer nor a restart of the same one takes them for its own."""
     state = device.decode
-    migration = plan_migration(state.slot_owner, any_placement(device, 11), state.layout).layers[0]
+    migration = plan_migration(state.target.slot_owner, any_placement(device, 11), state.target.layout).layers[0]
     (first, *rest), total = migration.slices(mover.rows), len(migration.transfers)
     assert rest and stage(mover, migration) == 0
     mover.begin(migration.layer)
@@ -174,8 +174,8 @@ def test_a_slow_commit_does_not_meet_the_next_layers_rows(
     """The next layer's copies are dispatched while the commit still waits to read the staging area."""
     state, hand = device.decode, mover._hand
     slow = jax.jit(_after_a_while, out_shardings=state.replicated)
-    wanted, owner, overtaken = any_placement(device, 9), state.slot_owner.copy(), 0
-    plan = plan_migration(owner, wanted, state.layout)
+    wanted, owner, overtaken = any_placement(device, 9), state.target.slot_owner.copy(), 0
+    plan = plan_migration(owner, wanted, state.target.layout)
     slow(plan.layers[0].commit).block_until_ready()  # compiled
     for migration in plan.layers:
         mover.begin(migration.layer)
@@ -203,8 +203,8 @@ def test_a_call_that_raises_changes_nothing(
     compiles: CompileCounter,
 ) -> None:  # fmt: skip
     state, wanted = device.decode, any_placement(device, 8)
-    before, owner = state.parameters, state.slot_owner
-    migration = plan_migration(owner, wanted, state.layout).layers[0]
+    before, owner = state.parameters, state.target.slot_owner
+    migration = plan_migration(owner, wanted, state.target.layout).layers[0]
     (part, *_) = migration.slices(mover.rows)
     compiles.mark_warm()
     mover.begin(migration.layer)
@@ -221,7 +221,7 @@ def test_a_call_that_raises_changes_nothing(
             mover.copy(migration.layer, part)
     with pytest.raises(ValueError, match="a slice has 3 rows where the programs take 2"):
         mover.copy(migration.layer, next(iter(migration.slices(3))))
-    assert state.parameters is before and state.slot_owner is owner
+    assert state.parameters is before and state.target.slot_owner is owner
     assert stage(mover, migration) == 0  # in another staging area
     assert compiles.after_warm_up == 0
     check_as_loaded(device, checkpoint)
@@ -230,12 +230,13 @@ def test_a_call_that_raises_changes_nothing(
 def test_readings_are_of_the_window_and_of_the_newest_step(
     mover: ExpertMover, device: DeviceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, rng = device.decode.layout, np.random.default_rng(0)
+    layout, rng = device.decode.target.layout, np.random.default_rng(0)
     shape = (layout.num_layers, layout.slots_per_rank)
     ring = rng.integers(0, 50, (RANKS, WINDOW, *shape)).astype(np.int32)
     last = rng.integers(0, 50, (RANKS, *shape)).astype(np.int32)
     rows = np.full(RANKS, 2, np.int32)
-    monkeypatch.setattr(device, "expert_load", device.decode.put(ExpertLoad(ring, rows, last)))  # type: ignore[arg-type]
+    load = device.decode.put(ExpertLoad(ring, rows, last))  # type: ignore[arg-type]
+    monkeypatch.setattr(device, "expert_loads", (load,))
     window, step = mover.read_window(), mover.read_step()
     for reading, counted in ((window, ring[:, :2]), (step, last[:, None])):
         jax.block_until_ready(reading.summary)
@@ -246,7 +247,7 @@ def test_readings_are_of_the_window_and_of_the_newest_step(
         np.testing.assert_array_equal(found.load_by_slot, by_slot)
         by_rank = counted.sum(axis=-1)
         assert found.balancedness == pytest.approx(by_rank.mean(axis=0).sum() / by_rank.max(axis=0).sum())
-    monkeypatch.setattr(device, "expert_load", jax.tree.map(jnp.zeros_like, device.expert_load))
+    monkeypatch.setattr(device, "expert_loads", jax.tree.map(jnp.zeros_like, device.expert_loads))
     assert mover.read_window().value().balancedness == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -26,7 +27,7 @@ def _beside(name: str):
     return module
 
 
-harness, near_ties = _beside("invariance"), _beside("near_ties")
+harness, near_ties, injected = _beside("invariance"), _beside("near_ties"), _beside("injected_drafts")
 
 OPERATIONS = 500
 FIXED_SEED = 20
@@ -50,8 +51,17 @@ VARIANTS = {
         "prefill_devices": 2, "decode_devices": 2, "max_num_batched_tokens": 32, "exchange": "ragged",
         "batch_invariant": True,
     },
+    "one draft": {"num_speculative_tokens": 1},
+    "two drafts, two prefill and two decode devices": {
+        "num_speculative_tokens": 2, "prefill_devices": 2, "decode_devices": 2, "max_num_batched_tokens": 32,
+    },
+    "three drafts, few pages: preemptions": {
+        "num_speculative_tokens": 3, "num_pages": 13, "reserve_output_tokens": 1,
+    },
 }
-SLOW = ("two each, a ragged exchange, sums in order of experts",)  # its programs take 40 s to compile
+# Their programs take 30 to 40 s to compile; test_speculation.py has drafts on a smaller model.
+SLOW = ("two each, a ragged exchange, sums in order of experts", "one draft",
+        "two drafts, two prefill and two decode devices", "three drafts, few pages: preemptions")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +96,21 @@ def test_same_tokens(
 ) -> None:
     if name == "no overlap":
         monkeypatch.setattr(loop, "_STEPS_IN_FLIGHT", 1)
-    with Engine(EngineConfig(model=str(folder), **BASE | VARIANTS[name])) as engine:
+    with injected.injecting() if "draft" in name else contextlib.nullcontext():
+        engine = Engine(EngineConfig(model=str(folder), **BASE | VARIANTS[name]))
+    with engine:
         for workload, wanted in zip(workloads, reference, strict=True):
+            if "draft" in name:
+                injected.set_drafts(engine, harness.known_tokens(workload, wanted), wrong=0.1, seed=workload.seed)
             compared = harness.compare(workload, wanted, harness.run(engine, workload), closest_choice)
             assert compared > OPERATIONS // 4
         scheduler = engine._loop._scheduler
         if "preemptions" in name:
             assert scheduler.num_preemptions > 0
         assert scheduler.prefill.hit_tokens > 0
+        if "draft" in name:
+            figures = engine.metrics.speculation
+            assert (figures.accepted > 0).all() and figures.accepted_tokens < figures.draft_tokens * 0.9
 
 
 def test_a_wrong_token_is_found(workloads: list, reference: list, closest_choice: Callable) -> None:

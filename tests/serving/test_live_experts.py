@@ -9,7 +9,7 @@ import pytest
 
 from widemesh.eplb import PAUSE, RESUME, TRIGGER, EplbConfig, Reshuffler, initial_placement, trigger_after
 from widemesh.model.config import ConfigError
-from widemesh.serving.expert_control import EplbPaused
+from widemesh.serving.expert_control import EplbBusy, EplbOff, EplbPaused, control_of
 from widemesh.serving.live_experts import LiveExperts
 from widemesh.serving.request import Status
 
@@ -25,10 +25,14 @@ def reshuffler() -> Reshuffler:
 
 @pytest.fixture
 def experts(reshuffler: Reshuffler) -> LiveExperts:
+    return control(reshuffler)
+
+
+def control(reshuffler: Reshuffler | None, model: str = "target") -> LiveExperts:
     """Between two steps of an engine that takes none."""
     loop: Any = SimpleNamespace(call=lambda function: function())
-    decode: Any = None
-    return LiveExperts(loop, decode, reshuffler, CONFIG.window_size)
+    placed: Any = SimpleNamespace(layout=LAYOUT, slot_owner=initial_placement(LAYOUT))
+    return LiveExperts(model, loop, placed, reshuffler, CONFIG.window_size)
 
 
 def test_a_plan_may_be_asked_for_without_a_number(experts: LiveExperts, reshuffler: Reshuffler) -> None:
@@ -72,3 +76,42 @@ def test_an_imported_placement_waits_for_the_other_processes(experts: LiveExpert
     experts.import_placement([[3, 2, 1, 0]] * 2)  # type: ignore[arg-type]
     status = experts.status()
     assert (status.phase, status.imported_hash) == ("waiting", reshuffler.report().plan_hash)
+
+
+def test_where_experts_stay_only_status_answers() -> None:
+    for model in ("target", "draft"):
+        fixed = control(None, model)
+        status = fixed.status()
+        assert (status.model, status.phase, status.load_steps) == (model, "off", 0)
+        assert status.slot_owner.tolist() == [[0, 1, 2, 3]] * 2 and status.load.shape == (2, 4)
+        for call in (fixed.rebalance, fixed.pause, fixed.resume, lambda: fixed.import_placement([])):  # noqa: B023
+            with pytest.raises(EplbOff) as caught:
+                call()
+            assert str(caught.value) == ("enable_eplb=False: experts stay where they are; start the server with "
+                                         "--enable-eplb")  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "flag"), [("target", ""), ("draft", " --model draft")])
+def test_remedies_name_the_model(
+    reshuffler: Reshuffler, model: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = control(reshuffler, model)
+    monkeypatch.setattr(reshuffler, "phase", "migrating")
+    with pytest.raises(EplbBusy) as busy:
+        experts.import_placement(initial_placement(LAYOUT))
+    assert str(busy.value) == f"experts are moving already; wait until `widemesh experts show{flag}` says idle"
+    assert busy.value.status is Status.ABORTED
+    experts.pause()
+    with pytest.raises(EplbPaused) as paused:
+        experts.rebalance()
+    assert str(paused.value) == f"rebalancing is paused; run `widemesh experts resume{flag}` first"
+
+
+def test_a_control_is_found_by_the_name_of_its_model() -> None:
+    target, draft = control(None), control(None, "draft")
+    assert control_of("target", target, None) is control_of("target", target, draft) is target
+    assert control_of("draft", target, draft) is draft
+    for name, served, words in (("draft", None, "target"), ("x", None, "target"), ("x", draft, "target or draft")):
+        with pytest.raises(ConfigError) as caught:
+            control_of(name, target, served)
+        assert str(caught.value) == f"model={name!r} is not served here; use {words}"

@@ -173,6 +173,33 @@ def test_what_moving_experts_takes(redundant):
     assert on.keys() - off.keys() == {"expert staging", "expert slice", "expert commit"}
 
 
+@pytest.mark.parametrize("redundant", [0, 8, 16])
+def test_what_moving_the_drafts_experts_takes(redundant):
+    """As of the target's, with its own settings and numbers: 8 experts in each of 3 layers."""
+    model, ranks = PRESETS["tiny-mesh"], 8
+    slots, row_bytes = (8 + redundant) // ranks, 3 * model.hidden_size * model.moe_intermediate_size * 4
+    both = EngineConfig(decode_devices=ranks, num_speculative_tokens=2, enable_eplb=True, eplb=EplbConfig(
+        num_redundant_experts=8, window_size=50), draft_eplb=EplbConfig(num_redundant_experts=redundant, window_size=20,
+                                                                        slice_rows=1))  # fmt: skip
+    without = dataclasses.replace(both, enable_eplb=False, eplb=EplbConfig(), draft_eplb=EplbConfig())
+    alone = dataclasses.replace(both, num_speculative_tokens=0, draft_eplb=EplbConfig())
+    of_both, before, of_target, of_none = (
+        parts(plan_memory(model, config, "cpu").decode)
+        for config in (both, without, alone, dataclasses.replace(without, num_speculative_tokens=0))
+    )
+    layers, copies = model.num_nextn_predict_layers, min(redundant + 1, 8)
+    assert (layers, model.dspark_n_routed_experts) == (3, 8)
+    grown = {name: of_both[name] - before.get(name, 0) for name in of_both}
+    target = {name: of_target[name] - of_none.get(name, 0) for name in of_target}
+    assert {name: size - target.get(name, 0) for name, size in grown.items() if size != target.get(name, 0)} == {
+        "draft expert staging": slots * (row_bytes + 4), "draft expert commit": slots * row_bytes,
+        "draft expert slice": (1 + ranks) * (row_bytes + 4),
+        "expert load": layers * (21 * slots - 2) * 4,
+    } | ({
+        "parameters": layers * (slots - 1) * row_bytes, "expert maps": layers * 8 * (copies - 1) * 4,
+    } if redundant else {})  # fmt: skip
+
+
 def test_a_slice_needs_less_where_there_is_a_collective():
     """Of two released rows of 18.8 MB each: those that a rank sends and those that it receives."""
     config = EngineConfig(numerics="serving", prefill_devices=8, decode_devices=8, enable_eplb=True,
@@ -202,10 +229,10 @@ def test_the_compiler_needs_about_what_the_plan_says_of_a_step(rows, slots):
         load = None if load is None else load.after(recorder.load(), jnp.int32(NEXT_ROW))
         return transformer.logits(hidden, context), cache, load
 
-    layout = config.expert_layout(model)
+    layout = config.expert_layouts(model)[0]
     maps = build_maps(initial_placement(layout), layout.num_experts, layout.max_copies)
     replicas = ReplicaMaps(maps.expert_slots, maps.copies)
-    load = ExpertLoad.zeros(1, config.load_window, layout.num_layers, layout.num_slots) if rows == 1 else None
+    load = ExpertLoad.zeros(1, config.load_windows[0], layout.num_layers, layout.num_slots) if rows == 1 else None
 
     rope = RopeTables.build(model, positions)
     one, many = np.zeros(slots, np.int32), np.zeros((slots, rows), np.int32)

@@ -82,9 +82,8 @@ def engine(shared_engine: Engine, folders: list[Path], wanted: list[list[list[in
 @pytest.fixture(scope="module")
 def other(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine that starts with the other weights and, from a file, with another placement."""
-    layout = EngineConfig(decode_devices=4, enable_eplb=True, eplb=EplbConfig(num_redundant_experts=8)).expert_layout(
-        models.SHORT
-    )
+    config = EngineConfig(decode_devices=4, enable_eplb=True, eplb=EplbConfig(num_redundant_experts=8))
+    layout = config.expert_layouts(models.SHORT)[0]
     owner = tags.any_placement(layout, initial_placement(layout), np.random.default_rng(6))
     file = tmp_path_factory.mktemp("placement") / "placement.json"
     file.write_text(dump_placement(owner, layout), encoding="utf-8")
@@ -161,7 +160,7 @@ def counted(engine: Engine, result: str) -> float:
 
 
 def mover_of(engine: Engine) -> Any:
-    return engine._reshuffler._mover  # type: ignore[union-attr]
+    return engine._reshufflers[0]._mover  # type: ignore[union-attr]
 
 
 def corrupt(engine: Engine, patch: pytest.MonkeyPatch) -> str:
@@ -234,7 +233,7 @@ def test_failures_in_a_row_switch_it_off_until_it_is_resumed(engine, wanted, mon
 
 
 def test_a_planner_that_is_killed_costs_one_plan(engine, wanted) -> None:
-    planner = engine._reshuffler._planner
+    planner = engine._reshufflers[0]._planner
     with busy(engine, wanted[0]):
         ended(engine, "committed", lambda: move(engine, 4))
         ended(engine, "committed", lambda: engine.experts.rebalance(4))  # from random to even: its process runs now
@@ -295,7 +294,7 @@ def test_new_weights_follow_the_placement(engine, restored, folders, wanted) -> 
 @pytest.mark.parametrize("moment", ["staged", "committing"])
 def test_new_weights_while_experts_move(engine, restored, folders, wanted, moment, monkeypatch) -> None:
     """Rows that were copied from the old weights are copied anew; what is committed is of the new ones alone."""
-    reshuffler, verify, may_go = engine._reshuffler, mover_of(engine).verify, threading.Event()
+    reshuffler, verify, may_go = engine._reshufflers[0], mover_of(engine).verify, threading.Event()
     staged: list[int] = []
 
     def when_told(migration: Any) -> Any:
@@ -345,9 +344,9 @@ def test_closing_while_experts_move(other: Engine, wanted, monkeypatch) -> None:
     """Last with this engine: requests end with `abort`, its planner and its thread are gone."""
     engine = other
     ended(engine, "committed", lambda: engine.experts.rebalance(1) or tokens_of(engine))
-    pid = engine._reshuffler._planner.pid
+    pid = engine._reshufflers[0]._planner.pid
     never_arrive(engine, monkeypatch)
-    monkeypatch.setattr(engine._reshuffler, "_config", _patient(engine._reshuffler._config))
+    monkeypatch.setattr(engine._reshufflers[0], "_config", _patient(engine._reshufflers[0]._config))
     done: list[Any] = []
     long = SamplingParams(temperature=0.0, max_tokens=31 - len(PROMPTS[0]), ignore_eos=True)
     asking = threading.Thread(target=lambda: done.extend(engine.generate([PROMPTS[0]] * 40, long)))

@@ -29,6 +29,10 @@ from widemesh.tools.cli import main
         (["--preset", "flash", "--devices", "7"], "decode_devices=7 must divide the model's n_routed_experts=384; use "
          "decode_devices=6 or 8"),
         (["--preset", "flash", "--redundant-experts", "8", "--role", "prefill"], "redundant_experts=8 goes with role="),
+        (["--preset", "flash", "--drafts", "-1"], "drafts=-1 must not be negative; use 0 to leave the draft out"),
+        (["--preset", "flash", "--drafts", "6"], "draft_tokens=6 exceeds dspark_block_size=5"),
+        (["--preset", "flash", "--drafts", "3", "--decode-steps", "2"], "decode_steps=2 cannot be used with "
+         "num_speculative_tokens=3; use decode_steps=1"),
         (["--preset", "flash", "--page-size", "7"], "page_size=7 must hold whole groups of every compress ratio"),
     ],
 )  # fmt: skip
@@ -41,8 +45,10 @@ def test_the_engine_that_is_checked():
     config = Check(preset="flash", devices=4, chunk_rows=512, pages=77, role="prefill").engine_config()
     assert (config.numerics, config.max_num_seqs, config.chunk_rows) == ("serving", 256, 512)
     assert (config.num_prefill_pages, config.num_pages, config.decode_devices) == (77, None, 4)
+    assert config.num_speculative_tokens == 0
+    assert Check(preset="flash", drafts=5).engine_config().decode_rows == 6
     assert not config.enable_eplb and Check(preset="flash", redundant_experts=0).engine_config().enable_eplb
-    assert Check(preset="flash", redundant_experts=16).engine_config().expert_layout(FLASH).num_slots == 400
+    assert Check(preset="flash", redundant_experts=16).engine_config().expert_layouts(FLASH)[0].num_slots == 400
 
 
 def compiled(*, argument_bytes: int = 100, spill_bytes: int = 0, ops: tuple[str, ...] = OPS) -> Compiled:

@@ -37,11 +37,11 @@ fake = _load("fake_experts")
 
 
 @pytest.fixture
-def serve(byte_folder: Path) -> Iterator[Callable[[Any], str]]:
-    """`serve(experts)` gives the address of a server over this control, which runs until the test ends."""
+def serve(byte_folder: Path) -> Iterator[Callable[..., str]]:
+    """`serve(experts, draft)` gives the address of a server over these controls, which runs until the test ends."""
     stops: list[Callable[[], None]] = []
 
-    def start(experts: Any) -> str:
+    def start(experts: Any, draft: Any = None) -> str:
         loop, ready = asyncio.new_event_loop(), threading.Event()
         found: list[Any] = []
 
@@ -49,7 +49,7 @@ def serve(byte_folder: Path) -> Iterator[Callable[[Any], str]]:
             server, ended = GrpcServer(ServerConfig(port=0)), asyncio.Event()
             await server.start()
             engine = _load("fake_engine").FakeEngine(byte_folder)
-            engine.experts = experts
+            engine.experts, engine.draft_experts = experts, draft
             await server.set_engine(engine)
             found.extend((server.port, ended))
             ready.set()
@@ -143,6 +143,8 @@ def test_show_where_rebalancing_is_off_and_nothing_is_known(serve, capsys, tmp_p
     [
         ({"is_paused": True}, "idle, paused"),
         ({"is_disabled": True}, "idle, given up after too many failures; `widemesh experts resume` tries again"),
+        ({"is_disabled": True, "model": "draft"},
+         "idle, given up after too many failures; `widemesh experts resume --model draft` tries again"),
         ({}, "idle, next plan in 120 steps"),
         ({"phase": "waiting", "imported_hash": -57916389, "steps_to_trigger": 0},
          "waiting, placement fc8c441b is not in every process of the engine yet"),
@@ -150,7 +152,7 @@ def test_show_where_rebalancing_is_off_and_nothing_is_known(serve, capsys, tmp_p
 )  # fmt: skip
 def test_the_phase_is_said_in_words(facts, words) -> None:
     experts = fake.FakeExperts(**facts)
-    assert words in shown(experts.status(), width=100)
+    assert words in shown(experts.status(), width=120)
 
 
 def test_colours_say_how_far_a_rank_is_from_the_mean() -> None:
@@ -203,6 +205,27 @@ def test_a_placement_goes_to_a_file_and_back(serve, capsys, tmp_path) -> None:
         "then `widemesh experts show` says waiting, and `widemesh experts pause` withdraws it")  # fmt: skip
 
 
+def test_every_command_may_mean_the_draft(serve, capsys, tmp_path) -> None:
+    target, draft = fake.FakeExperts(), fake.FakeExperts(ExpertLayout(num_layers=1, num_experts=8, ranks=4),
+                                                         model="draft")  # fmt: skip
+    address, file = serve(target, draft), tmp_path / "placement.json"
+    for args in (["rebalance", "--steps", "9"], ["pause"], ["resume"], ["export", str(file)], ["import", str(file)],
+                 ["show", "--json"]):  # fmt: skip
+        assert main(["experts", *args, "--address", address, "--model", "draft"]) == 0
+    assert target.asked == [] and draft.asked == [("rebalance", 9), ("pause",), ("resume",), ("import",)]
+    *lines, last = capsys.readouterr().out.splitlines()
+    placement = hash_text(placement_hash(draft.slot_owner))
+    assert lines[:5] == [
+        f"the draft on {address} makes a plan after 9 recorded steps", f"the draft on {address} makes no new placement",
+        f"the draft on {address} rebalances again", f"the placement of the draft on {address} is in {file}",
+        f"the draft on {address} moves to placement {placement} of {file} once every process of its engine has been "
+        "given it; until then `widemesh experts show --model draft` says waiting, and `widemesh experts pause --model "
+        "draft` withdraws it",
+    ]  # fmt: skip
+    assert lines[5].split()[:5] == ["draft", "1", "layers,", "8", "experts"]
+    assert (json.loads(last)["model"], json.loads(last)["num_slots"]) == ("draft", 8)
+
+
 # --- mistakes ----------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +255,7 @@ def test_files_that_do_not_fit_are_refused_by_name(serve, capsys, tmp_path, cont
         (["show", "--address", "nowhere"], "address='nowhere' names no server; use HOST:PORT, as 127.0.0.1:50051"),
         (["pause", "--address", "a:b"], "address='a:b' names no server; use HOST:PORT, as 127.0.0.1:50051"),
         (["pause", "--address", "a:70000"], "address='a:70000' names no server; use HOST:PORT, as 127.0.0.1:50051"),
+        (["show", "--model", "Draft"], "model='Draft' is unknown; use target or draft"),
         (["show", "--address", "127.0.0.1:1"], "no server answers at 127.0.0.1:1; start one with `widemesh serve DIR`, "
          "or correct --address"),
         (["show", "--out", "x.jpg"], "out='x.jpg' must end in .png; use 'x.png'"),
@@ -245,6 +269,13 @@ def test_mistakes_are_one_sentence(args, words, capsys) -> None:
     assert main(["experts", *args]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"widemesh: {words}") and err.count("\n") == 1
+
+
+def test_a_server_without_a_draft_says_so(serve, capsys) -> None:
+    address = serve(fake.FakeExperts())
+    assert main(["experts", "show", "--address", address, "--model", "draft"]) == 2
+    assert capsys.readouterr().err == (
+        f"widemesh: {address} answered INVALID_ARGUMENT: model='draft' is not served here; use target\n")  # fmt: skip
 
 
 def test_what_the_server_refuses_is_passed_on(serve, capsys, tmp_path) -> None:

@@ -89,7 +89,9 @@ def test_groups_of_other_commands(tmp_path):
         (["--eplb-config"], "--eplb-config='' is not JSON"),
         (["--eplb-config=3"], '--eplb-config=\'3\' must be an object; write {"name": value, ...}'),
         (["--eplb.window-size", "4000"], "window_size=4000 must be at most step_interval=3000; use 1 to 3000"),
-        (["--eplb.num-redundant-experts", "4"], "num_redundant_experts=4 needs enable_eplb; set it, or use 0"),
+        (["--eplb.num-redundant-experts", "4"], "eplb.num_redundant_experts=4 needs enable_eplb; set it, or use 0"),
+        (["--draft-eplb-config", '{"num_redundant_experts": 4}', "--enable-eplb"],
+         "draft_eplb.num_redundant_experts=4 needs a draft; set num_speculative_tokens, or use 0"),
     ],
 )
 def test_mistakes_in_a_group_are_named(args, words):

@@ -101,7 +101,7 @@ class _IdlePrograms:
 
     def __init__(self, clock: StepClock, slots: int):
         self._clock = clock
-        self._packed = np.tile(np.array([TOKEN, 1, 0], np.int32), (slots, 1))  # one token of each, all go on
+        self._packed = np.tile(np.array([TOKEN, 0, 1, 0], np.int32), (slots, 1))  # one token of each, all go on
         self._done = _Late(clock, 0.0, np.zeros(1, np.int32))
 
     def encode(self, rows: int) -> Callable[..., Any]:
@@ -147,7 +147,9 @@ class _IdleMesh(MeshState):
 
     def _fill(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self.programs = _IdlePrograms(self._clock, self.ranks * self.slots_per_rank)  # type: ignore[assignment]
-        self.parameters = self.rope = self.cache = self.replicas = ()  # type: ignore[assignment]
+        for placed in self.experts:
+            placed.replicas = ()  # type: ignore[assignment]
+        self.parameters = self.rope = self.cache = ()  # type: ignore[assignment]
 
 
 class IdleDevice(DeviceEngine):

@@ -74,7 +74,7 @@ class _Steps:
         self.windows: list[tuple[float, float]] = []  # balancedness of their steps, and of their sums
         self.rebalance_s: list[float] = []
         self.num_ended = 0
-        reshuffler = engine._reshuffler
+        reshuffler = engine._reshufflers[0]
         assert reshuffler is not None
         device, metrics, figures = engine.device, engine.metrics, reshuffler._figures
         decode_step, device_step = device.decode_step, metrics.device_step

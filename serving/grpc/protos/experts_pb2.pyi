@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetExpertStatusRequest(_message.Message):
-    __slots__ = ("include_load", "include_placement")
+    __slots__ = ("include_load", "include_placement", "model")
     INCLUDE_LOAD_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     include_load: bool
     include_placement: bool
-    def __init__(self, include_load: _Optional[bool] = ..., include_placement: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, include_load: _Optional[bool] = ..., include_placement: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GetExpertStatusResponse(_message.Message):
     __slots__ = ("model", "layout", "placement_hash", "slot_owner", "load", "load_steps", "balancedness", "phase", "layers_done", "layers_total", "rebalances", "last_failure", "moved_bytes", "moved_rows", "least_rows", "is_paused", "is_disabled", "steps_to_trigger", "feasible", "imported_hash")
@@ -102,34 +104,42 @@ class Int64Array(_message.Message):
     def __init__(self, shape: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
-    __slots__ = ("steps",)
+    __slots__ = ("steps", "model")
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     steps: int
-    def __init__(self, steps: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, steps: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class RebalanceResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PauseRebalancingRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class PauseRebalancingResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ResumeRebalancingRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ResumeRebalancingResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ExportPlacementRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ExportPlacementResponse(_message.Message):
     __slots__ = ("placement_json", "placement_hash")
@@ -140,10 +150,12 @@ class ExportPlacementResponse(_message.Message):
     def __init__(self, placement_json: _Optional[str] = ..., placement_hash: _Optional[int] = ...) -> None: ...
 
 class ImportPlacementRequest(_message.Message):
-    __slots__ = ("placement_json",)
+    __slots__ = ("placement_json", "model")
     PLACEMENT_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     placement_json: str
-    def __init__(self, placement_json: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, placement_json: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ImportPlacementResponse(_message.Message):
     __slots__ = ("placement_hash",)

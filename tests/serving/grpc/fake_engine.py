@@ -50,6 +50,7 @@ class FakeEngine:
         self.delay_s, self.burst, self.script = delay_s, burst, script
         self.fail_after, self.die_after = fail_after, die_after
         self.is_alive = True
+        self.experts = self.draft_experts = None  # an ExpertControl each, for tests of that service
         self.job = Job.alone(step_schema(1))
         self.asked: list[tuple[str, list[int], SamplingParams]] = []
         self.ended: dict[str, str] = {}

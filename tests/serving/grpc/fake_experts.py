@@ -19,8 +19,8 @@ class FakeExperts:
     """Implements ExpertControl. `asked` lists what came in; `phase` and `error` may be set to what is to be met."""
 
     def __init__(self, layout: ExpertLayout = LAYOUT, *, phase: str = "idle", load: np.ndarray | None = None,
-                 is_paused: bool = False, **facts: Any):  # fmt: skip
-        self.layout, self.phase, self.facts = layout, phase, facts
+                 is_paused: bool = False, model: str = "target", **facts: Any):  # fmt: skip
+        self.layout, self.phase, self.facts, self.model = layout, phase, facts, model
         self.slot_owner = initial_placement(layout)
         # Rank 0 takes most in layer 0, rank 1 in layer 1, and so on; in each layer by its first slot.
         self.load = hot_load(layout) if load is None else load
@@ -36,7 +36,7 @@ class FakeExperts:
             last_failure="", moved_bytes=3 << 20, moved_rows=40, least_rows=38, is_disabled=False, steps_to_trigger=120,
         )  # fmt: skip
         return ExpertStatus(
-            model="target", layout=self.layout, slot_owner=self.slot_owner.copy(), load=self.load.copy(),
+            model=self.model, layout=self.layout, slot_owner=self.slot_owner.copy(), load=self.load.copy(),
             placement_hash=placement_hash(self.slot_owner), phase=self.phase, is_paused=self.is_paused,
             balancedness=balancedness(self.load, self.layout.ranks), **facts | self.facts,
         )  # fmt: skip
@@ -58,7 +58,7 @@ class FakeExperts:
         self._steer("import")
         check_placement(slot_owner, self.layout)
         if self.phase == "migrating":
-            raise EplbBusy
+            raise EplbBusy(self.model)
         self.slot_owner = slot_owner
 
     def _steer(self, *call: Any) -> None:

@@ -19,7 +19,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from widemesh.eplb import hash_text, placement_hash
+from widemesh.eplb import ExpertLayout, dump_placement, hash_text, placement_hash
 from widemesh.model.config import ConfigError
 from widemesh.serving.expert_control import EplbBusy, EplbOff, EplbPaused
 from widemesh.serving.grpc.client import ServerError
@@ -52,12 +52,12 @@ fake = _load("fake_experts")
 
 @pytest.fixture
 def served(make_engine, serving):
-    """The async context manager `served(experts)`, which yields a stub and the `Served` of the test of the engine."""
+    """The async context manager `served(experts, draft)`, which yields a stub and the `Served` of the test's engine."""
 
     @contextlib.asynccontextmanager
-    async def serve(experts: Any) -> AsyncIterator[tuple[ExpertsStub, Any]]:
+    async def serve(experts: Any, draft: Any = None) -> AsyncIterator[tuple[ExpertsStub, Any]]:
         engine = make_engine()
-        engine.experts = experts
+        engine.experts, engine.draft_experts = experts, draft
         async with asyncio.timeout(20), serving(engine) as running:
             yield ExpertsStub(running.channel), running
 
@@ -147,6 +147,37 @@ def test_a_placement_goes_out_and_comes_back(served):
     assert list(status.slot_owner.values)[8:16] == [0, 2, 2, 3, 4, 5, 0, 1]
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_request_may_name_the_model(served, name):
+    """Without a name it means the target."""
+    layout = ExpertLayout(num_layers=1, num_experts=4, ranks=4)
+    target, draft = fake.FakeExperts(), fake.FakeExperts(layout, model="draft")
+
+    def request(model: str | None, control: Any) -> Any:
+        given = pb.ImportPlacementRequest(placement_json=dump_placement(control.slot_owner, control.layout))
+        found = given if name == "ImportPlacement" else type(CALLS[name])()
+        if model is not None:
+            found.model = model
+        return found
+
+    async def main():
+        async with served(target, draft) as (stub, _):
+            found = []
+            for model, control in ((None, target), ("target", target), ("draft", draft)):
+                target.threads.clear(), draft.threads.clear()
+                found.append((await getattr(stub, name)(request(model, control)), bool(draft.threads)))
+                assert bool(target.threads) != bool(draft.threads)
+            return found
+
+    (default, in_draft), target_named, draft_named = asyncio.run(main())
+    assert not in_draft and target_named == (default, False) and draft_named[1]
+    if name == "GetStatus":
+        assert (default.model, draft_named[0].model) == ("target", "draft")
+        assert draft_named[0].layout.num_experts == 4
+    if name.endswith("Placement"):
+        assert draft_named[0].placement_hash == placement_hash(draft.slot_owner) != default.placement_hash
+
+
 # --- errors ------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +207,26 @@ def test_a_placement_that_does_not_fit_is_refused(served, text, words):
     code, detail = asyncio.run(main())
     assert code is grpc.StatusCode.INVALID_ARGUMENT and words in detail and "\n" not in detail
     assert experts.asked == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("model", "words"), [
+    ("draft", "model='draft' is not served here; use target"),
+    ("", "model='' is not served here; use target"),
+    ("Target", "model='Target' is not served here; use target or draft"),
+])  # fmt: skip
+def test_a_model_that_is_not_served_is_refused(served, name, model, words):
+    target = fake.FakeExperts()
+    draft = fake.FakeExperts(model="draft") if words.endswith("draft") else None
+    request = type(CALLS[name])()
+    request.model = model
+
+    async def main():
+        async with served(target, draft) as (stub, _):
+            return await refused(getattr(stub, name)(request))
+
+    assert asyncio.run(main()) == (grpc.StatusCode.INVALID_ARGUMENT, words)
+    assert target.asked == [] and (draft is None or draft.asked == [])
 
 
 @pytest.mark.parametrize("steps", [0, 101, 2**32 - 1])
@@ -215,7 +266,7 @@ def test_an_import_while_experts_move_is_aborted(served):
     code, detail = asyncio.run(main())
     assert code is grpc.StatusCode.ABORTED
     assert detail == "experts are moving already; wait until `widemesh experts show` says idle"
-    assert (EplbBusy("x").status, EplbOff().status) == (Status.ABORTED, Status.FAILED_PRECONDITION)
+    assert (EplbBusy().status, EplbOff().status) == (Status.ABORTED, Status.FAILED_PRECONDITION)
 
 
 def test_a_rebalance_while_paused_is_refused(served):
@@ -319,6 +370,32 @@ def test_the_client_does_every_call(served):
     assert experts.asked[:5] == [("rebalance", 3), ("rebalance", None), ("pause",), ("resume",), ("import",)]
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert str(error).startswith(f"127.0.0.1:{port} answered INVALID_ARGUMENT: steps=101 must be between 1 and")
+
+
+def test_a_client_of_the_draft(served):
+    target, draft = fake.FakeExperts(), fake.FakeExperts(model="draft")
+    draft.slot_owner[1, 7] = 3
+
+    def work(port):
+        with ExpertsClient("127.0.0.1", port, model="draft") as client:
+            client.rebalance(3)
+            client.pause()
+            client.resume()
+            client.import_placement(client.export_placement())
+            status = client.status()
+            draft.phase = "migrating"
+            with pytest.raises(ServerError) as caught:
+                client.import_placement(client.export_placement())
+            return status, str(caught.value)
+
+    async def main():
+        async with served(target, draft) as (_, running):
+            return await asyncio.to_thread(work, running.server.port)
+
+    status, error = asyncio.run(main())
+    assert status.model == "draft" and status.slot_owner[1, 7] == 3
+    assert draft.asked[:4] == [("rebalance", 3), ("pause",), ("resume",), ("import",)] and target.asked == []
+    assert error.endswith("experts are moving already; wait until `widemesh experts show --model draft` says idle")
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 2**32])

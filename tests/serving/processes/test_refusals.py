@@ -70,14 +70,15 @@ def test_another_setting_of_the_reshuffler(config: EngineConfig, new_port) -> No
         assert "eplb.window_size=5" in said.replace("'", "") and "eplb.window_size=6" in said.replace("'", "")
 
 
-def test_a_placement_counts_by_what_it_holds(config: EngineConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["expert_placement", "draft_expert_placement"])
+def test_a_placement_counts_by_what_it_holds(config: EngineConfig, tmp_path: Path, field: str) -> None:
+    config = dataclasses.replace(config, num_speculative_tokens=1)
     for name, content in (("a", "one"), ("b", "one"), ("c", "another")):
         (tmp_path / name).write_text(content)
-    first, same, other = (digests(dataclasses.replace(config, expert_placement=str(tmp_path / name)))
-                          for name in "abc")  # fmt: skip
+    first, same, other = (digests(dataclasses.replace(config, **{field: str(tmp_path / name)})) for name in "abc")
     assert first == same
-    assert {name for name in first if first[name] != other[name]} == {"expert_placement"}
-    assert first["expert_placement"] != digests(config)["expert_placement"] == "None"
+    assert {name for name in first if first[name] != other[name]} == {field}
+    assert first[field] != digests(config)[field] == "None"
 
 
 def test_other_weights_of_the_same_shapes(config: EngineConfig, write_model, tmp_path: Path, new_port) -> None:
