@@ -65,9 +65,9 @@ def init_cache(
 ) -> Cache:
     """Zeroed state of `slots` slots with tables of `table_pages` pages out of a pool of `pages`, page 0 included.
 
-    The draft's layers come after the backbone's. `max_drafts`: `config.draft_tokens` if None.
+    The draft's layers come after the backbone's. `max_drafts`: `config.num_speculative_tokens` if None.
     """
-    layers, max_drafts = [], config.draft_tokens if max_drafts is None else max_drafts
+    layers, max_drafts = [], config.num_speculative_tokens if max_drafts is None else max_drafts
     for role in (*config.roles, *config.draft_roles):
         window = jnp.zeros((slots, ring_rows(config, max_drafts), layout.window.num_bytes), jnp.uint8)
         # One token is always accepted, so a step starts at most max_drafts before the newest row written.

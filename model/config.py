@@ -51,7 +51,7 @@ class LayerRole:
 class ModelConfig:
     """Shape and constants of one model, text backbone and draft.
 
-    `draft_tokens` is a choice of its user and no part of a checkpoint: 0 leaves the draft out.
+    `num_speculative_tokens` is a choice of its user and no part of a checkpoint: 0 leaves the draft out.
     """
 
     vocab_size: int
@@ -109,7 +109,7 @@ class ModelConfig:
     pad_token_id: int = 2
     image_token_id: int = -1
     vision_layers: int = 0
-    draft_tokens: int = 0  # tokens that the draft proposes in a step, at most dspark_block_size
+    num_speculative_tokens: int = 0  # tokens that the draft proposes in a step, at most dspark_block_size
 
     def __post_init__(self) -> None:
         layers, ratios = self.num_hidden_layers, self.compress_ratios
@@ -187,16 +187,17 @@ class ModelConfig:
                  "tokenizer's compressed map")
 
     def _check_draft(self, need: Callable[[bool, str], None]) -> None:
-        """Whether the draft can propose `draft_tokens` tokens."""
-        count, ids = self.draft_tokens, self.dspark_target_layer_ids
-        need(count >= 0, f"draft_tokens={count} must not be negative; use 0 to leave the draft out")
+        """Whether the draft can propose `num_speculative_tokens` tokens."""
+        count, ids = self.num_speculative_tokens, self.dspark_target_layer_ids
+        need(count >= 0, f"num_speculative_tokens={count} must not be negative; use 0 to leave the draft out")
         if not count:
             return
         need(self.num_nextn_predict_layers >= 1,
-             f"draft_tokens={count} needs a draft, and num_nextn_predict_layers=0 says that there is none; use 0")
+             f"num_speculative_tokens={count} needs a draft, and num_nextn_predict_layers=0 says that there is none; "
+             "use 0")
         need(count <= self.dspark_block_size,
-             f"draft_tokens={count} exceeds dspark_block_size={self.dspark_block_size}, which the draft was trained "
-             f"for; use 1 to {self.dspark_block_size}")
+             f"num_speculative_tokens={count} exceeds dspark_block_size={self.dspark_block_size}, which the draft was "
+             f"trained for; use 1 to {self.dspark_block_size}")
         need(1 <= self.dspark_num_experts_per_tok <= self.dspark_n_routed_experts,
              f"dspark_num_experts_per_tok={self.dspark_num_experts_per_tok} must be between 1 and "
              f"dspark_n_routed_experts={self.dspark_n_routed_experts}; correct config.json")
@@ -231,13 +232,13 @@ class ModelConfig:
             writes_candidates=owns_index and layer == self.candidate_source_layer_id,
             reads_candidates=owns_index and 0 <= self.candidate_source_layer_id < layer,
             has_engram=layer in self.engram_layer_ids,
-            feeds_draft=self.draft_tokens > 0 and layer in self.dspark_target_layer_ids,
+            feeds_draft=self.num_speculative_tokens > 0 and layer in self.dspark_target_layer_ids,
         )
 
     @cached_property
     def draft_roles(self) -> tuple[LayerRole, ...]:
         """One per layer of the draft; none if it is left out. They are counted on from the backbone's."""
-        first, count = self.num_hidden_layers, self.num_nextn_predict_layers if self.draft_tokens else 0
+        first, count = self.num_hidden_layers, self.num_nextn_predict_layers if self.num_speculative_tokens else 0
         return tuple(
             LayerRole(layer=first + stage, ratio=0, kv_source=None, index_source=None, owns_kv=False, owns_index=False,
                       writes_candidates=False, reads_candidates=False, has_engram=False, feeds_draft=False)
@@ -252,9 +253,10 @@ class ModelConfig:
         )
 
     def with_draft(self, tokens: int) -> ModelConfig:
-        """The same model with a draft that proposes so many tokens, or with 0, without its draft. Raises ConfigError.
-        """
-        return self if tokens == self.draft_tokens else dataclasses.replace(self, draft_tokens=tokens)
+        """The same model with a draft that proposes so many tokens; with 0, without its draft. Raises ConfigError."""
+        if tokens == self.num_speculative_tokens:
+            return self
+        return dataclasses.replace(self, num_speculative_tokens=tokens)
 
     @property
     def replay_cut(self) -> int:
@@ -354,7 +356,8 @@ class ModelConfig:
 
 # Settings of the released file that change the arithmetic and that we implement in one form only.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc"}
-_TOP_LEVEL = {"bos_token_id", "eos_token_ids", "pad_token_id", "image_token_id", "vision_layers", "draft_tokens"}
+_TOP_LEVEL = {"bos_token_id", "eos_token_ids", "pad_token_id", "image_token_id", "vision_layers",
+              "num_speculative_tokens"}  # fmt: skip
 
 
 def _last_at_most(ids: tuple[int, ...], layer: int) -> int | None:

@@ -38,7 +38,7 @@ class Proposal:
 
 def block_rows(newest: Int32[Array, "B"], config: ModelConfig) -> Int32[Array, "B S"]:
     """What a pass runs: each request's newest token, and noise in place of the tokens to be found."""
-    noise = jnp.full((len(newest), config.draft_tokens - 1), config.dspark_noise_token_id, jnp.int32)
+    noise = jnp.full((len(newest), config.num_speculative_tokens - 1), config.dspark_noise_token_id, jnp.int32)
     return jnp.concatenate([newest[:, None], noise], axis=1)
 
 
@@ -76,7 +76,7 @@ class ConfidenceHead(nnx.Module):
 class DraftLayer(Block):
     """One layer of the draft. The first holds what all read of the features, the last one the heads, as in the release.
 
-    `draft_tokens` rows run in a pass; the model was trained with `dspark_block_size`.
+    `num_speculative_tokens` rows run in a pass; the model was trained with `dspark_block_size`.
     """
 
     attn: DraftAttention

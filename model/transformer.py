@@ -68,7 +68,7 @@ class Boundary:
 class Transformer(nnx.Module):
     """All backbone layers, and those of the draft. Holds abstract parameters until they are loaded (`loading.py`).
 
-    `config.draft_tokens` = 0 leaves the draft out.
+    `config.num_speculative_tokens` = 0 leaves the draft out.
     """
 
     def __init__(self, config: ModelConfig):
@@ -77,7 +77,7 @@ class Transformer(nnx.Module):
         self.layers = nnx.List([Block(config, role) for role in config.roles])
         self.norm = RMSNorm(config.hidden_size, "embed", eps=config.rms_norm_eps)
         self.head = Linear((config.vocab_size, "vocab"), (config.hidden_size, "embed"), kind="f32")
-        if config.draft_tokens:
+        if config.num_speculative_tokens:
             self.mtp = nnx.List([DraftLayer(config, stage) for stage in range(len(config.draft_roles))])
 
     def __call__(self, cache: Cache, step: StepContext) -> tuple[Float[Array, "B S D"], Cache]:
@@ -138,8 +138,9 @@ class Transformer(nnx.Module):
     def propose(self, cache: Cache, step: StepContext) -> tuple[Proposal, Cache]:
         """One pass of the draft: what may follow each request's newest token.
 
-        `step` has `config.draft_tokens` rows per request, the newest token and noise (`draft.block_rows`), and the
-        exchange and maps of the draft's experts. The draft's rings must hold the context of all positions before them.
+        `step` has `config.num_speculative_tokens` rows per request, the newest token and noise (`draft.block_rows`),
+        and the exchange and maps of the draft's experts. The draft's rings must hold the context of all positions
+        before them.
         """
         streams, pre = self.enter(step)
         shared = Shared.start(cache, self.config, step)

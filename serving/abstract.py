@@ -46,11 +46,12 @@ class AbstractArguments:
         config, ranks = self.programs.config, self._ranks
         slots = ranks * self.slots
         history = config.engram_max_ngram_size - 1
-        state = jax.eval_shape(functools.partial(_arrays, DecodeState.idle, slots, history, config.draft_tokens))
+        drafts = config.num_speculative_tokens
+        state = jax.eval_shape(functools.partial(_arrays, DecodeState.idle, slots, history, drafts))
         tally = jax.eval_shape(functools.partial(_arrays, init_tally, slots, config.vocab_size))
         sampling = jax.eval_shape(functools.partial(_arrays, SamplingRows.neutral, slots))
         control = jax.ShapeDtypeStruct((slots,), jnp.int32)
-        rows = steps * (1 + config.draft_tokens)
+        rows = steps * (1 + drafts)
         entries = self.slots * (1 + -(-rows // self.page_size))
         writes = jax.ShapeDtypeStruct((ranks, entries, 3), jnp.int32)
         mask = jax.ShapeDtypeStruct((slots, mask_words(config.vocab_size)), jnp.uint32)

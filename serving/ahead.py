@@ -183,7 +183,7 @@ def check_step(
                 errors[name] = f"{type(err).__name__}: {next(iter(str(err).strip().splitlines()), '')}"
     return StepCheck(
         role=role, target=TARGETS[target], devices=devices, programs=compiled, errors=errors, expected=expected,
-        drafts=model.draft_tokens, seconds=time.perf_counter() - begin,
+        drafts=model.num_speculative_tokens, seconds=time.perf_counter() - begin,
         staging_bytes=_staging_bytes(model, config) if role == "decode" else 0,
     )  # fmt: skip
 

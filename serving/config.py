@@ -125,7 +125,7 @@ class EngineConfig:
             raise ConfigError(f"replay_tail='bounded' cannot be used with a draft that reads layer {feeds}, which lies "
                               f"below layer {model.replay_cut}; use replay_tail='full'")  # fmt: skip
         self._check_expert_ranks("n_routed_experts", model.n_routed_experts)
-        if model.draft_tokens:
+        if model.num_speculative_tokens:
             self._check_expert_ranks("dspark_n_routed_experts", model.dspark_n_routed_experts)
         layouts = self.expert_layouts(model)
         for place, layout in enumerate(layouts):

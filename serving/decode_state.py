@@ -76,7 +76,6 @@ class DecodeState:
             is_done=self.is_done | (runs & ends),
         )
 
-
     def with_drafts(self, drafts: Int32[Array, "B D"], are_new: Bool[Array, "B"]) -> DecodeState:
         """With these drafts in the slots that have new ones."""
         return dataclasses.replace(self, drafts=jnp.where(are_new[:, None], drafts, self.drafts))

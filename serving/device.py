@@ -136,7 +136,7 @@ class DeviceEngine:
         programs = self.decode.programs
         self._join, self._write_tally = programs.join(), programs.write_tally()
         self._decode = programs.decode(config.decode_steps)
-        self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len, model.draft_tokens))
+        self._state = self.decode.put(DecodeState.idle(slots, engram_hash.history_len, model.num_speculative_tokens))
         self._tally = self.decode.put(init_tally(slots, model.vocab_size))
         self.expert_loads = tuple(map(self._no_load, range(len(self.decode.experts))))
         self._records = tuple(place_everywhere(np.int32(code), self.decode.replicated) for code in range(3))

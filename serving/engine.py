@@ -356,7 +356,7 @@ class Engine:
 
     def _join(self, processes: ProcessConfig, checkpoint: Checkpoint) -> Job:
         """Meet the other processes. Raises ConfigError."""
-        models = MODEL_NAMES[: 2 if self.model_config.draft_tokens else 1] if self.config.enable_eplb else ()
+        models = MODEL_NAMES[: 2 if self.model_config.num_speculative_tokens else 1] if self.config.enable_eplb else ()
         schema = step_schema(self.share.max_new_kv_loads_per_step or self.share.max_num_seqs, models)
         return Job.join(processes, schema, job_digests(self.config, checkpoint), self.config.ticket_timeout_s)
 

@@ -14,7 +14,7 @@ def expert_layouts(config: ModelConfig, eplb: tuple[EplbConfig, EplbConfig], ran
     layouts = [
         eplb[TARGET].layout(num_layers=config.num_hidden_layers, num_experts=config.n_routed_experts, ranks=ranks)
     ]
-    if config.draft_tokens:
+    if config.num_speculative_tokens:
         try:
             layouts.append(eplb[DRAFT].layout(
                 num_layers=len(config.draft_roles), num_experts=config.dspark_n_routed_experts, ranks=ranks

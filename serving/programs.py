@@ -200,7 +200,7 @@ class Programs:
                 [by_slot[0], tried[:, None], count[:, None], end[:, None]], axis=1, dtype=jnp.int32
             )
             routed_by = [routed]
-            if self.config.draft_tokens:
+            if self.config.num_speculative_tokens:
                 cache, state, routed = self._propose(model, cache, state, count > 0, rope, replicas[1])
                 routed_by.append(routed)
             loads = tuple(map(ExpertLoad.after, loads, routed_by, records))

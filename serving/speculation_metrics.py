@@ -15,7 +15,7 @@ class SpeculationMetrics:
 
     def __init__(self, labels: Mapping[str, str]):
         self._labels = labels
-        self.drafts = self.draft_tokens = 0  # slots' steps with drafts, and the tokens in them
+        self.drafts = self.tried_tokens = 0  # slots' steps with drafts, and the tokens in them
         self.accepted = np.zeros(0, np.int64)  # by place behind the newest token
 
     @property
@@ -34,7 +34,7 @@ class SpeculationMetrics:
             return
         kept = np.clip(counts[with_drafts] - 1, 0, None)  # the last token that a step draws is the target's own
         self.drafts += int(with_drafts.sum())
-        self.draft_tokens += int(tried.sum())
+        self.tried_tokens += int(tried.sum())
         self.accepted = self.accepted + (kept[:, None] > np.arange(places)).sum(axis=0)
 
     def collect(self) -> Iterator[Metric]:
@@ -42,7 +42,7 @@ class SpeculationMetrics:
         accepted, names, values = self.accepted, tuple(self._labels), tuple(self._labels.values())
         for name, text, value in (
             ("vllm:spec_decode_num_drafts", "Steps of requests that tried drafts.", self.drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Drafts that were tried.", self.draft_tokens),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts that were tried.", self.tried_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", int(accepted.sum())),
         ):
             family = CounterMetricFamily(name, text, labels=names)

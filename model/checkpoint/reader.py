@@ -40,11 +40,11 @@ class Checkpoint:
     files: Mapping[str, TensorFile]  # the file of every stored tensor
 
     @classmethod
-    def open(cls, folder: str | Path, draft_tokens: int = 0) -> Checkpoint:
+    def open(cls, folder: str | Path, num_speculative_tokens: int = 0) -> Checkpoint:
         """Check a folder from its headers alone. Raises one CheckpointError that names everything wrong with it.
 
-        `draft_tokens` as in `ModelConfig`: with 0 the draft's tensors are extras, and may be missing. The files are
-        those of model.safetensors.index.json if there is one, else model.safetensors.
+        `num_speculative_tokens` as in `ModelConfig`: with 0 the draft's tensors are extras, and may be missing. The
+        files are those of model.safetensors.index.json if there is one, else model.safetensors.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -53,7 +53,7 @@ class Checkpoint:
         problems: list[str] = []
         config = None
         try:
-            config = ModelConfig.from_dir(folder).with_draft(draft_tokens)
+            config = ModelConfig.from_dir(folder).with_draft(num_speculative_tokens)
         except ConfigError as err:
             problems.append(str(err))
         found = _find_tensors(folder)

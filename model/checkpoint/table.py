@@ -33,7 +33,7 @@ class TensorSpec:
 def tensor_table(config: ModelConfig) -> dict[str, TensorSpec]:
     """Name -> spec of every tensor, in the order of the forward pass, the draft's last. Scales are not listed.
 
-    The draft's are there only if the config has one (`draft_tokens`).
+    The draft's are there only if the config has one (`num_speculative_tokens`).
     """
     specs = [TensorSpec("embed.weight", (config.vocab_size, config.hidden_size), "bf16")]
     for role in config.roles:

@@ -23,9 +23,9 @@ from widemesh.model.token_map import build_token_map
 
 
 @functools.cache
-def load_preset(name: str, numerics: str | Numerics = "plain", draft_tokens: int = 0) -> ForwardModel:
+def load_preset(name: str, numerics: str | Numerics = "plain", num_speculative_tokens: int = 0) -> ForwardModel:
     """A preset with random weights, once per process; it keeps its programs."""
-    config = PRESETS[name].with_draft(draft_tokens)
+    config = PRESETS[name].with_draft(num_speculative_tokens)
     tensors = dict(random_tensors(config, 0))
     numerics = NUMERICS[numerics] if isinstance(numerics, str) else numerics
     parameters = load_parameters(config, numerics, np.arange(config.n_routed_experts), tensors.__getitem__)
@@ -35,7 +35,7 @@ def load_preset(name: str, numerics: str | Numerics = "plain", draft_tokens: int
 
 @pytest.fixture(scope="session")
 def preset() -> Callable[..., ForwardModel]:
-    """`preset(name, numerics="plain", draft_tokens=0)`: a loaded model."""
+    """`preset(name, numerics="plain", num_speculative_tokens=0)`: a loaded model."""
     return load_preset
 
 

@@ -129,7 +129,7 @@ class Runner:
 
 @pytest.fixture(scope="module")
 def runner(preset):
-    return Runner(preset("tiny-structure", draft_tokens=DRAFTS))
+    return Runner(preset("tiny-structure", num_speculative_tokens=DRAFTS))
 
 
 def distance(found, wanted):

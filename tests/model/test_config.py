@@ -146,9 +146,10 @@ def test_values_that_would_only_fail_later(changed: dict, words: str) -> None:
 
 
 def test_a_draft_is_left_out_unless_asked_for():
-    assert TINY.draft_tokens == 0 and TINY.draft_roles == () and not any(role.feeds_draft for role in TINY.roles)
-    assert "draft_tokens" not in TINY.to_json()["text_config"]
-    assert ModelConfig.from_json(raw(draft_tokens=2)) == TINY  # no part of a checkpoint
+    assert TINY.num_speculative_tokens == 0 and TINY.draft_roles == ()
+    assert not any(role.feeds_draft for role in TINY.roles)
+    assert "num_speculative_tokens" not in TINY.to_json()["text_config"]
+    assert ModelConfig.from_json(raw(num_speculative_tokens=2)) == TINY  # no part of a checkpoint
     assert TINY.with_draft(3).with_draft(0) == TINY
 
 
@@ -167,14 +168,15 @@ def test_layers_of_a_draft():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft_tokens": -1}, "draft_tokens=-1 must not be negative; use 0 to leave the draft out"),
+        ({"num_speculative_tokens": -1},
+         "num_speculative_tokens=-1 must not be negative; use 0 to leave the draft out"),
         (
             {"num_nextn_predict_layers": 0, "compress_ratios": TINY.compress_ratios[:9]},
-            "draft_tokens=3 needs a draft, and num_nextn_predict_layers=0 says that there is none; use 0",
+            "num_speculative_tokens=3 needs a draft, and num_nextn_predict_layers=0 says that there is none; use 0",
         ),
         (
-            {"draft_tokens": 4},
-            "draft_tokens=4 exceeds dspark_block_size=3, which the draft was trained for; use 1 to 3",
+            {"num_speculative_tokens": 4},
+            "num_speculative_tokens=4 exceeds dspark_block_size=3, which the draft was trained for; use 1 to 3",
         ),
         (
             {"dspark_num_experts_per_tok": 3},
@@ -216,9 +218,9 @@ def test_layers_of_a_draft():
 )
 def test_drafts_that_cannot_be_run(changes, message):
     """What is wrong with the draft alone does not matter while it is left out."""
-    changes = {"draft_tokens": 3, **changes}
+    changes = {"num_speculative_tokens": 3, **changes}
     with pytest.raises(ConfigError) as raised:
         dataclasses.replace(TINY, **changes)
     assert str(raised.value) == message
-    if changes["draft_tokens"] > 0:
-        dataclasses.replace(TINY, **{**changes, "draft_tokens": 0})
+    if changes["num_speculative_tokens"] > 0:
+        dataclasses.replace(TINY, **{**changes, "num_speculative_tokens": 0})

@@ -33,13 +33,13 @@ def any_placement(layout: ExpertLayout, current: np.ndarray, rng: np.random.Gene
 
 
 class Tags:
-    """Of a checkpoint, at `plain` numerics: of its target and, if `draft_tokens` are asked of it, of its draft."""
+    """Of a checkpoint, at `plain` numerics: of its target and, if `num_speculative_tokens` is above 0, of its draft."""
 
-    def __init__(self, folder: Path | str, draft_tokens: int = 0):
-        checkpoint = Checkpoint.open(folder, draft_tokens)
+    def __init__(self, folder: Path | str, num_speculative_tokens: int = 0):
+        checkpoint = Checkpoint.open(folder, num_speculative_tokens)
         every = np.arange(checkpoint.config.n_routed_experts)
         loaded = load_parameters(checkpoint.config, NUMERICS["plain"], every, checkpoint.read)
-        models = (TARGET, DRAFT) if draft_tokens else (TARGET,)
+        models = (TARGET, DRAFT) if num_speculative_tokens else (TARGET,)
         self._tags = [[{name: np.asarray(one.get_value()) for name, one in experts.items()}
                        for experts in experts_of(loaded, model)] for model in models]  # fmt: skip
 

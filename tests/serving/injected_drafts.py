@@ -46,7 +46,7 @@ def injecting() -> Iterator[None]:
 
     def build(config: ModelConfig, positions: int) -> _RopeAndDrafts:
         rope = RopeTables.build(config, positions)
-        none = np.full((positions, config.vocab_size, config.draft_tokens), NONE, np.int32)
+        none = np.full((positions, config.vocab_size, config.num_speculative_tokens), NONE, np.int32)
         return _RopeAndDrafts(rope.plain, rope.compressed, none)  # type: ignore[arg-type]
 
     def look_up(model: Transformer, cache: Cache, step: StepContext) -> tuple[Proposal, Cache]:

@@ -50,7 +50,7 @@ harness, near_ties, injected = _beside("invariance"), _beside("near_ties"), _bes
 MODEL = dataclasses.replace(
     TINY_MESH, num_hidden_layers=2, compress_ratios=(2, 1, 0), kv_source_layer_ids=(0, 1),
     index_source_layer_ids=(0, 1), candidate_source_layer_id=1, engram_layer_ids=(0,), engram_num_embeddings=(1618,),
-    num_nextn_predict_layers=1, dspark_target_layer_ids=(0, 1), draft_tokens=5,
+    num_nextn_predict_layers=1, dspark_target_layer_ids=(0, 1), num_speculative_tokens=5,
 )  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "numerics": "plain", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 4,
@@ -123,7 +123,7 @@ def reference(folder: Path, workloads: list[Any]) -> tuple[list[Completion], lis
         done = engine.generate(list(PROMPTS), list(FEATURES.values()))
         outcomes = [harness.run(engine, workload) for workload in workloads]
         figures = engine.metrics.speculation
-        assert (figures.drafts, figures.draft_tokens, figures.accepted.tolist()) == (0, 0, [])
+        assert (figures.drafts, figures.tried_tokens, figures.accepted.tolist()) == (0, 0, [])
     return done, outcomes
 
 
@@ -172,14 +172,14 @@ class Growth:
 
     def __post_init__(self) -> None:
         figures = self.engine.metrics.speculation
-        self._before = figures.drafts, figures.draft_tokens, figures.accepted
+        self._before = figures.drafts, figures.tried_tokens, figures.accepted
 
     @property
     def figures(self) -> tuple[int, int, list[int]]:
         """Drafts, draft tokens, accepted ones by place."""
         now, (drafts, tokens, accepted) = self.engine.metrics.speculation, self._before
         before = np.resize(accepted, len(now.accepted)) if len(accepted) else 0
-        return now.drafts - drafts, now.draft_tokens - tokens, (now.accepted - before).tolist()
+        return now.drafts - drafts, now.tried_tokens - tokens, (now.accepted - before).tolist()
 
 
 def known(done: Sequence[Completion], prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -515,5 +515,5 @@ def test_settings_that_do_not_suit_a_draft(setting: dict[str, Any], change: dict
 
 
 def test_more_drafts_than_a_model_has(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="draft_tokens=6 exceeds dspark_block_size=5"):
+    with pytest.raises(CheckpointError, match="num_speculative_tokens=6 exceeds dspark_block_size=5"):
         Engine(EngineConfig(model=str(folder), num_speculative_tokens=6))

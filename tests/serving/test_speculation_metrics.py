@@ -51,9 +51,9 @@ def test_each_slot_counts_what_it_tried_and_kept() -> None:
     """A step draws one token more than the drafts that it accepts. Slots without drafts, or idle, count nothing."""
     metrics = SpeculationMetrics(LABELS)
     metrics.add(ints(3, 3, 3, 2, 1, 0, 0), ints(4, 3, 1, 2, 1, 1, 0), 3)
-    assert (metrics.drafts, metrics.draft_tokens, metrics.accepted.tolist()) == (5, 12, [3, 2, 1])
+    assert (metrics.drafts, metrics.tried_tokens, metrics.accepted.tolist()) == (5, 12, [3, 2, 1])
     metrics.add(ints(1, 0), ints(2, 1), 3)
-    assert (metrics.drafts, metrics.draft_tokens, metrics.accepted.tolist()) == (6, 13, [4, 2, 1])
+    assert (metrics.drafts, metrics.tried_tokens, metrics.accepted.tolist()) == (6, 13, [4, 2, 1])
     assert metrics.accepted_tokens == 7
     lines = page(metrics)
     assert lines[2] == 'vllm:spec_decode_num_accepted_tokens_total{engine="3",model_name="tiny"} 7.0'
@@ -64,7 +64,7 @@ def test_each_slot_counts_what_it_tried_and_kept() -> None:
 def test_a_step_that_drew_nothing_has_accepted_nothing(count: int) -> None:
     metrics = SpeculationMetrics(LABELS)
     metrics.add(ints(2), ints(count), 2)
-    assert (metrics.drafts, metrics.draft_tokens, metrics.accepted.tolist()) == (1, 2, [0, 0])
+    assert (metrics.drafts, metrics.tried_tokens, metrics.accepted.tolist()) == (1, 2, [0, 0])
 
 
 def test_a_reader_never_sees_a_step_half_added_by_place() -> None:

@@ -30,7 +30,7 @@ from widemesh.tools.cli import main
          "decode_devices=6 or 8"),
         (["--preset", "flash", "--redundant-experts", "8", "--role", "prefill"], "redundant_experts=8 goes with role="),
         (["--preset", "flash", "--drafts", "-1"], "drafts=-1 must not be negative; use 0 to leave the draft out"),
-        (["--preset", "flash", "--drafts", "6"], "draft_tokens=6 exceeds dspark_block_size=5"),
+        (["--preset", "flash", "--drafts", "6"], "num_speculative_tokens=6 exceeds dspark_block_size=5"),
         (["--preset", "flash", "--drafts", "3", "--decode-steps", "2"], "decode_steps=2 cannot be used with "
          "num_speculative_tokens=3; use decode_steps=1"),
         (["--preset", "flash", "--page-size", "7"], "page_size=7 must hold whole groups of every compress ratio"),

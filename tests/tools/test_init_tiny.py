@@ -36,7 +36,7 @@ def test_it_holds_the_draft(tmp_path):
     """And the backbone, of which it changes no byte: each tensor is drawn by its own name."""
     write_tiny(tmp_path, preset="tiny-mesh", seed=2, form="quantized")
     config = PRESETS["tiny-mesh"]
-    checkpoint = Checkpoint.open(tmp_path, draft_tokens=config.dspark_block_size)
+    checkpoint = Checkpoint.open(tmp_path, num_speculative_tokens=config.dspark_block_size)
     assert checkpoint.config.with_draft(0) == config
     assert set(checkpoint.table) == set(tensor_table(config.with_draft(1))) and checkpoint.extras == ()
     for name in (

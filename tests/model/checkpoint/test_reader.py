@@ -12,9 +12,9 @@ from widemesh.model.checkpoint import Checkpoint, CheckpointError, storage
 from widemesh.model.checkpoint.tensor_file import TensorFile, write_tensor_file
 
 
-def problems_of(folder, draft_tokens=0) -> tuple[str, ...]:
+def problems_of(folder, num_speculative_tokens=0) -> tuple[str, ...]:
     with pytest.raises(CheckpointError) as raised:
-        Checkpoint.open(folder, draft_tokens)
+        Checkpoint.open(folder, num_speculative_tokens)
     assert str(folder) in str(raised.value)
     assert all(problem in str(raised.value) for problem in raised.value.problems)
     return raised.value.problems
@@ -31,8 +31,8 @@ def test_golden_opens_and_reads(golden):
 
 def test_golden_opens_and_reads_with_its_draft(golden, caplog):
     with caplog.at_level(logging.INFO):
-        checkpoint = Checkpoint.open(golden, draft_tokens=3)
-    assert checkpoint.form == "quantized" and checkpoint.config.draft_tokens == 3
+        checkpoint = Checkpoint.open(golden, num_speculative_tokens=3)
+    assert checkpoint.form == "quantized" and checkpoint.config.num_speculative_tokens == 3
     assert checkpoint.extras == () and not caplog.records  # scales are no extras either
     drafts = [spec for spec in checkpoint.table.values() if spec.name.startswith("mtp.")]
     assert {spec.kind for spec in drafts} == {"bf16", "f32", "fp8", "fp4"}
@@ -190,7 +190,7 @@ def test_a_draft_that_is_not_there_is_missed_only_if_it_is_to_run(rewrite, golde
 
     folder = rewrite(break_it)
     assert Checkpoint.open(folder).extras == ()
-    (problem,) = problems_of(folder, draft_tokens=3)
+    (problem,) = problems_of(folder, num_speculative_tokens=3)
     count, missing = problem.split(": ")
     assert count == f"missing tensors ({len(names)})" and sorted(missing.split(", ")) == names
 
@@ -203,7 +203,7 @@ def test_what_is_wrong_with_a_draft_is_named_if_it_is_to_run(rewrite):
 
     folder = rewrite(break_it)
     assert Checkpoint.open(folder).extras
-    assert problems_of(folder, draft_tokens=3) == (
+    assert problems_of(folder, num_speculative_tokens=3) == (
         "missing tensors (1): mtp.1.markov_head.head.weight",
         "mtp.0.main_proj.weight has shape [32, 64]; config.json makes it [32, 96]",
         "mtp.1.attn.attn_sink has dtype BF16; it must be F32",
@@ -211,8 +211,8 @@ def test_what_is_wrong_with_a_draft_is_named_if_it_is_to_run(rewrite):
 
 
 def test_more_drafts_than_the_checkpoint_was_trained_for(golden_b):
-    (problem,) = problems_of(golden_b, draft_tokens=5)
-    assert problem.startswith("draft_tokens=5 exceeds dspark_block_size=4")
+    (problem,) = problems_of(golden_b, num_speculative_tokens=5)
+    assert problem.startswith("num_speculative_tokens=5 exceeds dspark_block_size=4")
 
 
 def test_hundreds_of_missing_tensors_are_all_named(rewrite):

@@ -39,7 +39,7 @@ class Drafts:
     def __init__(self, golden: Any):
         self.golden, block = golden, golden.config.dspark_block_size
         self.config = golden.config.with_draft(block)
-        checkpoint = Checkpoint.open(golden.folder, draft_tokens=block)
+        checkpoint = Checkpoint.open(golden.folder, num_speculative_tokens=block)
         state = read_parameters(self.config, checkpoint.read, np.arange(self.config.n_routed_experts))
         self.parameters: Any = jax.tree.map(jnp.asarray, state)
         self.rope = jax.tree.map(jnp.asarray, RopeTables.build(self.config, golden.length + block))
@@ -134,7 +134,7 @@ class Drafts:
         """What a pass records and proposes behind every anchor, [anchors, rows, ...]."""
         program = self.propose(mode) if jit else self.propose.__wrapped__(self, mode, jit=False)
         found = program(self.parameters, cache, rows or self.block())
-        count, size = len(self.anchors), self.config.draft_tokens
+        count, size = len(self.anchors), self.config.num_speculative_tokens
         flat = {name: x.reshape(-1, size, x.shape[-1]) if name.endswith("topk_ids") else x for name, x in found.items()}
         return {name: np.asarray(x[:count]) for name, x in flat.items()}
 
@@ -282,7 +282,7 @@ def test_rows_that_were_not_accepted_leave_no_trace(drafts_a):
     """Rows beyond the anchor have run and were given up: the same drafts, to the last bit."""
     _, cache = drafts_a.whole("plain")
     wanted = drafts_a.drafts("plain", cache)
-    rows, more = drafts_a.block(), drafts_a.config.draft_tokens
+    rows, more = drafts_a.block(), drafts_a.config.num_speculative_tokens
     wrong = dataclasses.replace(
         rows, tokens=jnp.pad(rows.tokens, [(0, 0), (0, CHUNK - more)]),
         engram_rows=jnp.pad(rows.engram_rows, [(0, 0), (0, CHUNK - more), (0, 0), (0, 0)]),

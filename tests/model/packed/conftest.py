@@ -35,12 +35,12 @@ class Weights:
     """Random weights of a preset, rounded once to the released formats: as bytes and as values."""
 
     name: str
-    draft_tokens: int = 0
+    num_speculative_tokens: int = 0
 
     @functools.cached_property
     def config(self) -> ModelConfig:
         """The preset, with its draft if asked for."""
-        return PRESETS[self.name].with_draft(self.draft_tokens)
+        return PRESETS[self.name].with_draft(self.num_speculative_tokens)
 
     @functools.cached_property
     def stored(self) -> Callable[[str], tuple[np.ndarray, np.ndarray | None]]:
@@ -75,14 +75,14 @@ class Weights:
 
 
 @functools.cache
-def weights_of(name: str, draft_tokens: int = 0) -> Weights:
+def weights_of(name: str, num_speculative_tokens: int = 0) -> Weights:
     """Once per process."""
-    return Weights(name, draft_tokens)
+    return Weights(name, num_speculative_tokens)
 
 
 @pytest.fixture(scope="session")
 def weights() -> Callable[..., Weights]:
-    """`weights(preset, draft_tokens=0)`."""
+    """`weights(preset, num_speculative_tokens=0)`."""
     return weights_of
 
 

@@ -25,7 +25,7 @@ DRAFTED = 17  # what the draft always proposes
 MODEL = dataclasses.replace(
     TINY_MESH, num_hidden_layers=2, compress_ratios=(0, 1, 0), kv_source_layer_ids=(1,), index_source_layer_ids=(1,),
     candidate_source_layer_id=1, engram_layer_ids=(0,), engram_num_embeddings=(1618,), num_nextn_predict_layers=1,
-    dspark_target_layer_ids=(0, 1), draft_tokens=3,
+    dspark_target_layer_ids=(0, 1), num_speculative_tokens=3,
 )  # fmt: skip
 # Requests that draw the drafted token nearly always, often, seldom and never.
 SAMPLING: list[dict[str, Any]] = [
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_one_process(
             wanted[drafts] = [one.token_ids.tolist() for one in engine.generate(list(prompts), sampling)]
             figures = engine.metrics.speculation
     assert wanted[0] == wanted[3]
-    assert (figures.accepted > 0).all() and figures.accepted_tokens < figures.draft_tokens / 2
+    assert (figures.accepted > 0).all() and figures.accepted_tokens < figures.num_speculative_tokens / 2
 
     def one(place: tuple[int, int]) -> list[int]:
         port, i = place
