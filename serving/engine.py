@@ -148,9 +148,9 @@ class Engine:
             leave_coordinator()
             self.job.has_loaded(config.ticket_timeout_s)
         agreement = Agreement(self.job.ticket, self.metrics.agreed)
-        self._reshufflers = tuple(
-            self._make_reshuffler(model, mover, processes.process_id) for model, mover in enumerate(movers)
-        )
+        self._reshufflers: tuple[Reshuffler, ...] = ()
+        for model, mover in enumerate(movers):
+            self._reshufflers += (self._make_reshuffler(model, mover, processes.process_id),)
         self._loop = EngineLoop(
             self.share, scheduler, self.device, self._forget, self.metrics, agreement, self._end_loop,
             self._reshufflers,
@@ -343,7 +343,7 @@ class Engine:
         planner = ChildPlanner(placed.layout, config, on_answer=lambda: self._loop.wake())
         return Reshuffler(
             MODEL_NAMES[model], placed.layout, config, placed.slot_owner, mover, planner, rank=rank,
-            listener=self.metrics,
+            listener=self.metrics, goes_after=self._reshufflers[-1] if self._reshufflers else None,
         )  # fmt: skip
 
     def _control(self, model: int) -> ExpertControl:

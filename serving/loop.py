@@ -421,9 +421,9 @@ class EngineLoop:
             return
         self._arguments.settled(plan)
         accepted = self._scheduler.apply_decode(plan, result.tokens, result.count)
-        if self._config.num_speculative_tokens:  # a request that has left its slot since then gets none of its tokens
-            tried = result.tried * accepted.is_live
-            self._metrics.speculation.add(tried, result.count, self._config.num_speculative_tokens)
+        if self._config.num_speculative_tokens:
+            counts = accepted.is_live & (result.end < NOT_FINITE)  # the others get none of their tokens
+            self._metrics.speculation.add(result.tried * counts, result.count, self._config.num_speculative_tokens)
         looks = running.to_look_at(accepted, result.end)
         if looks is None:  # one token for everybody, and nothing else to say
             got, is_plain, num_tokens = None, None, len(running)

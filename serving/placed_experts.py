@@ -20,17 +20,17 @@ class PlacedExperts:
         self.slot_owner = initial_placement(layout) if given is None else given
 
     def place(self) -> None:
-        """Put the maps on the devices."""
-        layout = self.layout
-        maps = build_maps(self.slot_owner, layout.num_experts, layout.max_copies)
-        self.replicas: ReplicaMaps = place_everywhere(
-            ReplicaMaps(maps.expert_slots, maps.copies), self._replicated  # type: ignore[arg-type]
-        )
+        """Put the maps on the devices, where `replicas` is from then on."""
+        self.move(self.slot_owner)
 
     def move(self, slot_owner: Int32[np.ndarray, "L X"]) -> None:
-        """Serve with this placement from the next dispatch on; the weights must lie accordingly by then."""
-        self.slot_owner = slot_owner
-        self.place()
+        """Serve with this placement from the next dispatch on; the weights must lie accordingly by then.
+
+        If it raises, nothing has changed.
+        """
+        maps = build_maps(slot_owner, self.layout.num_experts, self.layout.max_copies)
+        replicas: ReplicaMaps = place_everywhere(ReplicaMaps(maps.expert_slots, maps.copies), self._replicated)  # type: ignore[arg-type]
+        self.slot_owner, self.replicas = slot_owner, replicas
 
     def owners_on(self, own: OwnRanks) -> Int32[np.ndarray, "L X"]:
         """The placement with -1 in the slots of other processes' ranks: zeros, which take no memory."""

@@ -223,12 +223,12 @@ class Programs:
 
     @once
     def summarise_window(self, model: int = TARGET) -> Kept[LoadSummary]:
-        """Of the steps that the ring of a model's load holds, on every rank."""
+        """Of the steps that the ring of a model's load holds, on every rank; one program for each model's shapes."""
         return self._summary(lambda load: LoadSummary.of(load.ring, load.num_rows[0]))
 
     @once
     def summarise_step(self, model: int = TARGET) -> Kept[LoadSummary]:
-        """Of the newest step, on every rank."""
+        """Of the newest step, on every rank; likewise."""
         return self._summary(lambda load: LoadSummary.of(load.last[:, None], 1))
 
     @once

@@ -50,9 +50,6 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.prefill_ranks:
             raise ConfigError(f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                               f"prefill_ranks={self.prefill_ranks}; use one row a rank or more")  # fmt: skip
-        if self.longest_request < 2:
-            raise ConfigError(f"decode_pages={self.decode_pages} of page_size={self.page_size} cannot hold one request "
-                              f"of decode_rows={self.decode_rows}; use more or larger pages")  # fmt: skip
 
     @property
     def slots_per_rank(self) -> int:
@@ -68,13 +65,13 @@ class SchedulerConfig:
     def longest_request(self) -> int:
         """Most tokens, prompt and output, of a request that has a prefill pool and a decode pool to itself."""
         prefill = (self.prefill_pages - 1) * self.page_size + 1
-        # The last output token is never computed; the drafts of the step that yields it are.
-        decode = (self.decode_pages - 1) * self.page_size + 2 - self.decode_rows
+        # The last output token is never computed, and no draft that stands at or behind it is run.
+        decode = (self.decode_pages - 1) * self.page_size + 1
         return min(self.max_model_len, prefill, decode)
 
     @property
     def pages_per_slot(self) -> int:
-        """Width of a page table: pages of the longest request and its drafts."""
+        """Width of a page table: pages of the longest request, and of the positions that its last drafts stand at."""
         return self.pages_of(self.max_model_len + self.decode_rows)
 
     def pages_of(self, tokens: int) -> int:

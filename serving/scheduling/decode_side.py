@@ -91,7 +91,7 @@ class DecodeSide[RequestT: ScheduledRequest]:
         self.slots[slot] = request
         self._table[slot, : len(pages)] = pages
         self._held[slot] = len(pages)
-        self._most_pages[slot] = self._config.pages_of(request.most_tokens - 2 + self._config.decode_rows)
+        self._most_pages[slot] = self._config.pages_of(request.most_tokens - 1)
         self._limit[slot] = request.most_tokens - 1
         self._before_output[slot] = len(request.prompt) - 1
         self._progress.computed[slot] = request.prefill_tokens
@@ -159,12 +159,12 @@ class DecodeSide[RequestT: ScheduledRequest]:
     def _tokens_after(self, ahead: int) -> Int64[np.ndarray, "slots"]:
         """Tokens that each slot has room for once the next plan has run, and so many more; no more than it can need."""
         rows, computed, in_flight = self._config.decode_rows, self._progress.computed, self._progress.in_flight
-        return np.minimum(computed + (in_flight + 1) * rows + ahead, self._limit + rows - 1)
+        return np.minimum(computed + (in_flight + 1) * rows + ahead, self._limit)
 
     def _plans_without_need(self) -> int:
         """How many plans after the next one no slot can need a page for, unless somebody joins."""
         rows, room = self._config.decode_rows, self._held * self._config.page_size
-        grows = self._is_running & (room < self._limit + rows - 1)
+        grows = self._is_running & (room < self._limit)
         left = (room - self._progress.computed - (self._progress.in_flight + 1) * rows)[grows]
         return max(0, int(left.min()) // rows) if len(left) else _MANY_PLANS
 
@@ -265,8 +265,8 @@ class DecodeSide[RequestT: ScheduledRequest]:
 
     def _reserved_pages(self, request: RequestT) -> int:
         """Pages for its known tokens, its reserve of output and the drafts after it; never more than it can need."""
-        tokens = request.num_tokens + self._horizon(request)
-        return self._config.pages_of(min(tokens, request.most_tokens - 1) + self._config.decode_rows - 1)
+        tokens = request.num_tokens + self._horizon(request) + self._config.decode_rows - 1
+        return self._config.pages_of(min(tokens, request.most_tokens - 1))
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

@@ -278,7 +278,7 @@ def run(folder: Path, name: str, reshuffles: int) -> dict[str, Any]:
             "tokens": tokens, "compiles": engine.metrics._compiles.after_warm_up,
             "preemptions": engine._loop._scheduler.num_preemptions,
             "accepted": engine.metrics.speculation.accepted_tokens,
-            "drafts": engine.metrics.speculation.num_speculative_tokens, "open_s": round(open_s, 1),
+            "drafts": engine.metrics.speculation.tried_tokens, "open_s": round(open_s, 1),
             "wall_s": round(time.monotonic() - start_s, 1), "cpu_s": round(time.process_time() - cpu_s, 1),
         }  # fmt: skip
 

@@ -23,7 +23,8 @@ SMALL = dataclasses.replace(
     index_source_layer_ids=(2, 3, 4), candidate_source_layer_id=3, engram_layer_ids=(1,),
     engram_num_embeddings=(384006168,), dspark_target_layer_ids=(3, 4), dspark_n_routed_experts=8,
 )  # fmt: skip
-DRAFTS = 5
+CASES = [("decode", 5), pytest.param(("decode", 0), marks=pytest.mark.slow),
+         pytest.param(("prefill", 5), marks=pytest.mark.slow)]  # fmt: skip
 
 
 def test_they_are_what_the_engine_dispatches(engine) -> None:
@@ -42,30 +43,32 @@ def test_a_bounded_tail_is_two_programs(engine) -> None:
     assert tail[:2] == ("tail", programs.tail(rows))
 
 
-@pytest.fixture(scope="module", params=["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=CASES)
 def checked(request, tmp_path_factory):
-    """A run of `widemesh check` on the small model, in a process of its own: its exit status, output and last line."""
+    """A run of `widemesh check` on the small model, in a process of its own: its role, drafts, output and last line."""
+    role, drafts = request.param
     folder = tmp_path_factory.mktemp("small")
     (folder / "config.json").write_text(json.dumps(SMALL.to_json()))
     command = [sys.executable, "-m", "widemesh.tools.cli", "check", str(folder), "--target", "B200", "--devices", "4",
-               "--role", request.param, "--slots", "16", "--max-model-len", "8192", "--chunk-rows", "256",
-               "--drafts", str(DRAFTS)]  # fmt: skip
+               "--role", role, "--slots", "16", "--max-model-len", "8192", "--chunk-rows", "256",
+               "--drafts", str(drafts)]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
-    return request.param, done, json.loads(done.stdout.splitlines()[-1])
+    return role, drafts, done, json.loads(done.stdout.splitlines()[-1])
 
 
 @needs_aot
 def test_every_op_has_its_kernel_and_nothing_spills(checked) -> None:
-    role, done, facts = checked
+    role, drafts, done, facts = checked
     assert done.returncode == 0, done.stderr
     assert facts["compiled"] and facts["fits"] and facts["spill_bytes"] == 0 and facts["role"] == role
     # Layers, those with an index, with compressed keys of their own, and with Engram; of each op so many kernels.
-    layers, index, sources, engram, draft = 5, 3, 2, 1, 2
+    layers, index, sources, engram = 5, 3, 2, 1
     if role == "prefill":  # which makes no logits and no drafts: nothing reads what the last layer adds
-        layers, index, draft = layers - 1, index - 1, 0
-    layers += draft  # whose layers have the ops of any layer with window keys alone
-    assert facts["drafts"] == DRAFTS
+        layers, index = layers - 1, index - 1
+    elif drafts:  # whose layers have the ops of any layer with window keys alone
+        layers += 2
+    assert facts["drafts"] == drafts
     assert facts["kernels"]["sparse_attention"] == layers
     assert facts["kernels"]["grouped_moe"] == 3 * layers
     assert facts["kernels"]["compress"] == sources and facts["kernels"]["engram_gate"] == 2 * engram
@@ -74,7 +77,8 @@ def test_every_op_has_its_kernel_and_nothing_spills(checked) -> None:
 
 @needs_aot
 def test_the_collectives_are_those_of_the_exchange(checked) -> None:
-    role, _, facts = checked
+    role, drafts, _, facts = checked
     assert facts["collectives"].keys() == {"all-gather", "reduce-scatter"}
     # One per layer (in a prefill, but the last, and none of the draft), one for the Engram rows.
-    assert facts["collectives"]["reduce-scatter"]["count"] == (4 if role == "prefill" else 5 + 2) + 1
+    layers = 4 if role == "prefill" else 5 + 2 * (drafts > 0)
+    assert facts["collectives"]["reduce-scatter"]["count"] == layers + 1

@@ -231,9 +231,10 @@ def test_new_weights_follow_both_placements(engine: Engine, folders: list[Path])
 
 
 def test_new_weights_while_both_move(engine: Engine, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of either model that were copied from the old weights are copied anew."""
+    """Rows of either model that were copied from the old weights are copied anew. The draft's layer has set out first:
+    no other would while the target moves."""
     may_go, staged, ended = threading.Event(), ([], []), committed(engine)
-    for model, control in enumerate(controls(engine)):
+    for model, control in reversed(list(enumerate(controls(engine)))):
         mover = engine._reshufflers[model]._mover
 
         def when_told(migration: Any, verify: Any = mover.verify, seen: list[int] = staged[model]) -> Any:
@@ -243,7 +244,7 @@ def test_new_weights_while_both_move(engine: Engine, folders: list[Path], monkey
 
         monkeypatch.setattr(mover, "verify", when_told)
         move(control, 40 + model)
-    until(lambda: all(staged))
+        until(lambda seen=staged[model]: seen)
     engine.update_weights(tensors_of(folders[1]))
     assert staged == ([0], [0]) and committed(engine) == ended
     may_go.set()

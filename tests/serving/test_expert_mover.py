@@ -198,6 +198,10 @@ def _after_a_while(index: jax.Array) -> jax.Array:
     return index + (busy[0, 0] > 2).astype(jnp.int32)
 
 
+def fail_to_place(*_: Any) -> Any:
+    raise RuntimeError("no room for maps")
+
+
 def test_a_call_that_raises_changes_nothing(
     mover: ExpertMover, device: DeviceEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
     compiles: CompileCounter,
@@ -223,6 +227,12 @@ def test_a_call_that_raises_changes_nothing(
         mover.copy(migration.layer, next(iter(migration.slices(3))))
     assert state.parameters is before and state.target.slot_owner is owner
     assert stage(mover, migration) == 0  # in another staging area
+    maps = state.target.replicas
+    with monkeypatch.context() as patch:
+        patch.setattr("widemesh.serving.placed_experts.place_everywhere", fail_to_place)
+        with pytest.raises(RuntimeError, match="no room for maps"):
+            mover.commit(migration, wanted)
+    assert state.parameters is before and state.target.slot_owner is owner and state.target.replicas is maps
     assert compiles.after_warm_up == 0
     check_as_loaded(device, checkpoint)
 

@@ -59,6 +59,7 @@ SETTINGS: dict[str, Any] = {
 # By the number of drafts. Pages for two of the longest requests: with one draft, some of four are preempted.
 VARIANTS: dict[int, dict[str, Any]] = {
     1: {"num_pages": 21, "reserve_output_tokens": 1}, 2: {}, 3: {"decode_devices": 2}, 5: {},
+    4: {"prefill_devices": 2, "decode_devices": 4, "tensor_parallel_size": 2, "exchange": "ragged"},
 }  # fmt: skip
 OPERATIONS = 50  # of each random workload
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -134,7 +135,7 @@ def wanted(reference: tuple[list[Completion], list[Any]]) -> list[Completion]:
 
 
 @pytest.fixture(
-    scope="module", params=[1, 5, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+    scope="module", params=[1, 5, *(pytest.param(drafts, marks=pytest.mark.slow) for drafts in (2, 3, 4))]
 )
 def engine(request: pytest.FixtureRequest, folder: Path, wanted: list[Completion]) -> Iterator[Engine]:
     """One with drafts that tests choose. They leave it idle; accounts of pages are checked after every turn.
@@ -482,8 +483,6 @@ def test_nothing_compiles_after_warm_up(engine: Engine, wanted: list[Completion]
         ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1 must not be negative; use 0 to leave the draft"),
         ({"num_speculative_tokens": 3, "decode_steps": 2},
          "decode_steps=2 cannot be used with num_speculative_tokens=3; use decode_steps=1"),
-        ({"num_speculative_tokens": 5, "page_size": 4, "num_pages": 2},
-         "decode_pages=2 of page_size=4 cannot hold one request of decode_rows=6; use more or larger pages"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together(setting: dict[str, int], words: str) -> None:

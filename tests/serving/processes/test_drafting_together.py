@@ -65,7 +65,7 @@ def test_tokens_are_those_of_one_process(
             wanted[drafts] = [one.token_ids.tolist() for one in engine.generate(list(prompts), sampling)]
             figures = engine.metrics.speculation
     assert wanted[0] == wanted[3]
-    assert (figures.accepted > 0).all() and figures.accepted_tokens < figures.num_speculative_tokens / 2
+    assert (figures.accepted > 0).all() and figures.accepted_tokens < figures.tried_tokens / 2
 
     def one(place: tuple[int, int]) -> list[int]:
         port, i = place

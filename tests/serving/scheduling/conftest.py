@@ -130,9 +130,10 @@ class FakeDevice:
             state = self.running[slot]
             if state.position >= state.limit:
                 continue
-            counts[slot] = self.rng.integers(1, rows + 1)
+            most = min(rows, state.limit - state.position)
+            counts[slot] = self.rng.integers(1, most + 1)
             first = state.position
-            for row in range(rows):
+            for row in range(most):
                 if row < counts[slot]:
                     self.decode.write(slot, state.position, state.token)
                     state.position += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from widemesh.serving.scheduling import ReplayConfig, ReplayRule, Scheduler, Sch
         ({"max_model_len": 1}, "max_model_len=1 must be at least 2: a prompt token and an output"),
         ({"max_num_seqs": 6, "decode_ranks": 4}, "max_num_seqs=6 must be a multiple of decode_ranks=4; use 8"),
         ({"max_num_batched_tokens": 1, "prefill_ranks": 2}, "max_num_batched_tokens=1 must be at least prefill_ranks"),
-        ({"decode_pages": 2, "page_size": 2, "decode_rows": 4}, "decode_pages=2 of page_size=2 cannot hold one"),
     ],
 )
 def test_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -32,8 +32,9 @@ def test_is_refused(settings: dict[str, Any], message: str) -> None:
 
 def test_longest_request_has_a_pool_to_itself() -> None:
     config = SchedulerConfig(page_size=4, max_model_len=100, prefill_pages=9, decode_pages=11, decode_rows=3)
-    # The decode pool holds 40 rows: 39 tokens whose state is needed, less the two drafts of the last step.
-    assert config.longest_request == min(100, 8 * 4 + 1, 10 * 4 - 1)
+    # The decode pool holds 40 rows, with drafts and without: none is run at or behind the last token.
+    assert config.longest_request == min(100, 8 * 4 + 1, 10 * 4 + 1)
+    assert dataclasses.replace(config, prefill_pages=99).longest_request == 41
     assert SchedulerConfig(max_model_len=50).longest_request == 50
 
 
