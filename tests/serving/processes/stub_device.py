@@ -81,12 +81,12 @@ class StubDevice:
     def set_tally(self, row: Any) -> None:
         self._note("tally", row is not None)
 
-    def decode_step(self, rows: Any, pages: Any, sampling: Any, mask: Any, record: int = 0) -> Any:
+    def decode_step(self, rows: Any, pages: Any, sampling: Any, mask: Any, records: tuple[int, ...] = ()) -> Any:
         self._note("decode", rows is not None)
         runs = np.zeros(self.config.max_num_seqs, np.int32) if rows is None else rows.copy()
         runs[self._position >= self._last] = 0
         self._position += runs
         tokens = (self._position % (VOCAB - 1)).astype(np.int32)[:, None]
         end = np.where((runs > 0) & (self._position >= self._last), ENDED, 0).astype(np.int32)
-        result = DecodeResult(tokens=tokens, count=runs, end=end, logprobs=None)
+        result = DecodeResult(tokens=tokens, tried=np.zeros_like(runs), count=runs, end=end, logprobs=None)
         return SimpleNamespace(wait=lambda: result, dispatched_s=0.0)
