@@ -15,7 +15,7 @@ from widemesh.model.cache import LayerCache
 from widemesh.model.compressor import Compressor
 from widemesh.model.config import LayerRole, ModelConfig
 from widemesh.model.indexer import Indexer
-from widemesh.model.keys import Keys, keys_of
+from widemesh.model.keys import WindowKeys, keys_of
 from widemesh.model.linear import Linear, RMSNorm
 from widemesh.model.params import matrix, param
 from widemesh.model.rope import RopeTable, rotate
@@ -62,11 +62,10 @@ class Attention(nnx.Module):
         Returns the window rows that these rows see (in the form of `keys_of`), the layer's new state, and the shared
         state with this layer's source in view, if it is one.
         """
-        keys = self.keys(step)
-        near, window = keys.write_window(self, self.window_kv(x, step), cache.window, shared, step)
+        near, window = self.keys(step).write_window(self, self.window_kv(x, step), cache.window, shared, step)
         open_group = cache.open_group
         if self.role.owns_kv:
-            shared, ring = keys.extend_source(self, x, open_group[0], shared, step)
+            shared, ring = keys_of(step).extend_source(self, x, open_group[0], shared, step)
             open_group = (ring,)
         return near, LayerCache(window, open_group), shared
 
@@ -84,8 +83,8 @@ class Attention(nnx.Module):
         step.record("output", out)
         return out, shared
 
-    def keys(self, step: StepContext) -> Keys:
-        """How it reaches its keys."""
+    def keys(self, step: StepContext) -> WindowKeys:
+        """How it reaches its window rows, and attends."""
         return keys_of(step)
 
     def rope(self, step: StepContext) -> RopeTable:

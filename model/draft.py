@@ -21,7 +21,7 @@ from widemesh.model.block import Block
 from widemesh.model.cache import LayerCache
 from widemesh.model.config import ModelConfig
 from widemesh.model.embedding import Embedding
-from widemesh.model.keys import Keys, keys_of
+from widemesh.model.keys import WindowKeys, keys_of
 from widemesh.model.linear import Linear, RMSNorm
 from widemesh.model.shared import Shared
 from widemesh.model.step import StepContext
@@ -45,7 +45,7 @@ def block_rows(newest: Int32[Array, "B"], config: ModelConfig) -> Int32[Array, "
 class DraftAttention(Attention):
     """Attention of rows that see each other, whatever their order, and the whole window before the first of them."""
 
-    def keys(self, step: StepContext) -> Keys:
+    def keys(self, step: StepContext) -> WindowKeys:
         """Those of a block."""
         return draft_keys
 

@@ -1,4 +1,4 @@
-"""Keys of the draft's rows: all rows of a pass see each other and the window before the first (see `keys.Keys`).
+"""Keys of the draft's rows: all rows of a pass see each other and the window before the first (see `keys.WindowKeys`).
 
 Since they see the same keys, they are handed to attention as one row with all their heads, which stands at the position
 of the last and whose window is longer by their number. B requests, S rows, N heads, H head dim, W window.
@@ -22,7 +22,6 @@ from widemesh.pallas_kernels.sparse_attention import SelectedIndices, sparse_att
 
 if TYPE_CHECKING:
     from widemesh.model.attention import Attention
-    from widemesh.model.indexer import Indexer
 
 
 def write_window(
@@ -61,24 +60,3 @@ def attend(
             start_bound=step.settings.start_bound + s - 1, bf16_rounding=step.numerics.bf16_rounding,
         )  # fmt: skip
     return out.reshape(b, s, n, h)
-
-
-def extend_source(
-    attention: Attention, x: Float[Array, "B S D"], ring: Float[Array, "B open 2 H"], shared: Shared,
-    step: StepContext,
-) -> tuple[Shared, Float[Array, "B open 2 H"]]:  # fmt: skip
-    """No draft layer has a compressor."""
-    raise NotImplementedError("a layer of the draft has window keys alone")
-
-
-def view(attention: Attention, shared: Shared, step: StepContext) -> Shared:
-    """Nothing but window rows is ever in view."""
-    return shared
-
-
-def select(
-    indexer: Indexer, queries: Float[Array, "B S I J"], weights: Float[Array, "B S I"], shared: Shared,
-    step: StepContext,
-) -> Shared:  # fmt: skip
-    """No draft layer has an index."""
-    raise NotImplementedError("a layer of the draft has window keys alone")

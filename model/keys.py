@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from widemesh.model.indexer import Indexer
 
 
-class Keys(Protocol):
-    """Writing, viewing, choosing and attending. `Near` is what each form makes of the window rows of a step."""
+class WindowKeys(Protocol):
+    """Writing window rows and attending. The first gives what each form makes of the window rows of a step."""
 
     def write_window(
         self, attention: Attention, kv: Float[Array, "B S H"], ring: UInt8[Array, "B ring row_bytes"], shared: Shared,
@@ -28,6 +28,16 @@ class Keys(Protocol):
     ) -> tuple[Any, UInt8[Array, "B ring row_bytes"]]:
         """The window rows that this step's rows see, and the ring with this step's rows in it."""
         ...
+
+    def attend(
+        self, attention: Attention, q: Float[Array, "B S N H"], near: Any, shared: Shared, step: StepContext
+    ) -> Float[Array, "B S N H"]:
+        """Attention over the window rows and the selected entries."""
+        ...
+
+
+class Keys(WindowKeys, Protocol):
+    """Also of layers with compressed entries: writing, viewing and choosing them."""
 
     def extend_source(
         self, attention: Attention, x: Float[Array, "B S D"], ring: Float[Array, "B open 2 H"], shared: Shared,
@@ -45,12 +55,6 @@ class Keys(Protocol):
         step: StepContext,
     ) -> Shared:
         """`shared` with this layer's selection (and candidates, if it is their source)."""
-        ...
-
-    def attend(
-        self, attention: Attention, q: Float[Array, "B S N H"], near: Any, shared: Shared, step: StepContext
-    ) -> Float[Array, "B S N H"]:
-        """Attention over the window rows and the selected entries."""
         ...
 
 
