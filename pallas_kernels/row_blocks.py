@@ -11,9 +11,10 @@ from collections.abc import Callable
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-# Rows whose blocks share one loop and one bound on the entries. Smaller tiers follow the causal edge more closely but
-# add a loop each to the program.
-_TIER_ROWS = 256
+# Rows whose blocks share one bound on the entries, a multiple of this. Smaller tiers follow the causal edge more
+# closely, but each adds its ops to the program.
+_TIER_ROWS = 128
+_MOST_TIERS = 8
 
 
 def fill_row_blocks(
@@ -51,8 +52,9 @@ def fill_row_blocks(
 def _tiers(rows: int, entries: int, ratio: int, start_bound: int) -> list[tuple[int, int, int]]:
     """(first row, row after the last, limit); neighbours with the same limit are joined."""
     tiers: list[tuple[int, int, int]] = []
-    for first in range(0, rows, _TIER_ROWS):
-        last = min(first + _TIER_ROWS, rows)
+    size = -(-rows // (_TIER_ROWS * _MOST_TIERS)) * _TIER_ROWS
+    for first in range(0, rows, size):
+        last = min(first + size, rows)
         limit = min(entries, (start_bound + last) // ratio) if ratio else 0
         if tiers and tiers[-1][2] == limit:
             first = tiers.pop()[0]

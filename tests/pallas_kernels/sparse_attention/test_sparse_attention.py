@@ -44,7 +44,7 @@ def expected(q, near, start, entries, mask, sink, window, first=0):
     out = np.zeros(q.shape)
     for b, s in np.ndindex(q.shape[:2]):
         own = [near[b, s + i] for i in range(window) if start[b] - (window - 1) + s + i >= first]
-        keys = np.array([*own, *entries[b][mask[b, s]]])
+        keys = np.array([*own, *entries[b][mask[b, s]]]).reshape(-1, q.shape[-1])
         for n in range(q.shape[2]):
             e = np.exp(keys @ q[b, s, n] * q.shape[-1] ** -0.5)
             out[b, s, n] = e @ keys / (e.sum() + np.exp(sink[n]))
@@ -99,16 +99,21 @@ def test_layer_without_entries(form):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("block", "ratio"), [(1, 1), (3, 2), (4, 0)])
-def test_blocks_of_rows_change_nothing(monkeypatch, block, ratio):
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize(("block", "band", "ratio"), [(1, 1, 1), (3, 3, 2), (3, 1, 1), (4, 2, 2), (6, 2, 1), (4, 2, 0)])
+def test_blocks_and_bands_of_rows_change_nothing(monkeypatch, block, band, ratio, first):
+    """Several bands in a block, one, and a shorter last block; rows before `first` are not seen (some see nothing)."""
     q, near, entries, sink = arguments()
     start = np.array([0, 2], np.int32)
     position = start[:, None] + np.arange(S)
     mask = np.arange(L) < ((position + 1) // ratio)[..., None] if ratio else np.zeros((B, S, L), bool)
     selection = SelectedMask(jnp.asarray(mask))
     monkeypatch.setattr(dense, "_BLOCK_ROWS", block)
-    found = jax.jit(functools.partial(attend, ratio=ratio, start_bound=2))(q, near, start, entries, selection, sink)
-    np.testing.assert_allclose(found, expected(q, near, start, entries, mask, sink, W), rtol=2e-4, atol=2e-5)
+    monkeypatch.setattr(dense, "_BAND_ROWS", band)
+    run = jax.jit(functools.partial(attend, ratio=ratio, start_bound=2, first=first))
+    found = run(q, near, start, entries, selection, sink)
+    wanted = expected(q, near, start, entries, mask, sink, W, first=first)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
 
 
 def test_large_scores_and_sinks_stay_finite():
