@@ -65,8 +65,7 @@ def attend_mask(
 
         qb = lax.dynamic_slice_in_dim(q, begin, rows, axis=1).reshape(b, g, size * n, h)
         scores = jnp.einsum("bgqh,bgkh->bgqk", qb, keys).reshape(b, g, size, n, -1)
-        # Added, not chosen: XLA:CPU then makes scores, maximum and exponentials in one pass.
-        scores = scores + jnp.where(seen, 0.0, -jnp.inf)[..., None, :]
+        scores = jnp.where(seen[..., None, :], scores, -jnp.inf)
         top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _FLOOR)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink[:, None] - top)
