@@ -70,6 +70,8 @@ class ForwardModel:
                               f"{config.max_ratio} or a multiple of it")
         self.config, self.numerics, self.engram_hash, self.page_size = config, numerics, engram_hash, page_size
         self.parameters = jax.tree.map(jnp.asarray, parameters)
+        # Flattened once: taking a state of modules apart is 3 ms of Python, as much as a small model's step.
+        self._leaves, self._form = jax.tree.flatten(self.parameters)
         self.graph, _ = split_model(config, numerics)
 
     @classmethod
@@ -112,11 +114,7 @@ class ForwardModel:
 
     def new_cache(self, slots: int, max_len: int) -> Cache:
         """Empty state of `slots` requests of up to `max_len` tokens, each with pages of its own."""
-        pages = -(-max_len // self.page_size)
-        layout = page_layout(self.config, self.numerics, self.page_size)
-        return private_pages(
-            init_cache(self.config, layout, slots=slots, pages=1 + slots * pages, table_pages=pages)
-        )
+        return self._empty_cache(slots, max_len)()
 
     def _run(
         self, token_ids: Sequence[int] | np.ndarray, mode: Mode, output: Literal["logits", "hidden"]
@@ -138,13 +136,24 @@ class ForwardModel:
                 padded, np.array([start], np.int32), np.array([len(part)], np.int32),
                 self.engram_hash.rows(padded, before[None, start : start + history_len]),
             )  # fmt: skip
-            values, cache = program(self.parameters, cache, rows, rope)
-            outputs.append(np.asarray(values[0, : len(part)]))
+            values, cache = program(self._leaves, cache, rows, rope)
+            outputs.append(np.asarray(values)[0, : len(part)])
         return np.concatenate(outputs)
 
     @functools.cache  # noqa: B019 - lives as long as the model does, by design
     def _rope(self, positions: int) -> RopeTables:
         return jax.tree.map(jnp.asarray, RopeTables.build(self.config, positions))
+
+    @functools.cache  # noqa: B019
+    def _empty_cache(self, slots: int, max_len: int) -> Callable[[], Cache]:
+        """One program for all its arrays, which made one by one take 5 ms."""
+        pages = -(-max_len // self.page_size)
+        layout = page_layout(self.config, self.numerics, self.page_size)
+        return jax.jit(
+            lambda: private_pages(
+                init_cache(self.config, layout, slots=slots, pages=1 + slots * pages, table_pages=pages)
+            )
+        )
 
     @functools.cache  # noqa: B019
     def _program(self, rows: int, max_len: int, output: Literal["logits", "hidden"]) -> Callable[..., Any]:
@@ -153,9 +162,12 @@ class ForwardModel:
             selection=selection_form(rows, self.numerics),
             start_bound=max_len - rows,
         )
-        return jax.jit(
-            functools.partial(self._step, settings=settings, output=output, recorder=Recorder()), donate_argnums=1
-        )
+
+        def run(leaves: list[Array], cache: Cache, rows: Rows, rope: RopeTables) -> tuple[Array, Cache]:
+            parameters = jax.tree.unflatten(self._form, leaves)
+            return self._step(parameters, cache, rows, rope, settings, output, Recorder())
+
+        return jax.jit(run, donate_argnums=1)
 
     def _step(
         self,

@@ -6,12 +6,18 @@ Formulas: docs/model.md, "Single-pass mHC". T rows, C streams, D hidden. All ari
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+# A product with 24 outputs takes a CPU longer than one with 32: 1.5 against 1.2 ms at 1024 rows of 4 x 512. With few
+# rows the padding itself, a copy of `fn`, would take longer.
+_LANES = 16
+_PADDED_FROM_ROWS = 256
 
 
 def coefficients(
@@ -31,7 +37,9 @@ def coefficients(
     *rows, c, d = streams.shape
     v = streams.reshape(*rows, c * d).astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + norm_eps)
-    mix = jnp.einsum("...i,mi->...m", v, fn, precision=lax.Precision.HIGHEST) * inverse_rms
+    many = math.prod(rows) >= _PADDED_FROM_ROWS
+    wide = jnp.pad(fn, ((0, -fn.shape[0] % _LANES), (0, 0))) if many else fn
+    mix = jnp.einsum("...i,mi->...m", v, wide, precision=lax.Precision.HIGHEST)[..., : fn.shape[0]] * inverse_rms
     pre = jax.nn.sigmoid(mix[..., :c] * scale[0] + base[:c]) + hc_eps
     post = 2.0 * jax.nn.sigmoid(mix[..., c : 2 * c] * scale[1] + base[c : 2 * c])
     logits = (mix[..., 2 * c :] * scale[2] + base[2 * c :]).reshape(*rows, c, c)

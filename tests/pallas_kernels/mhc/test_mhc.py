@@ -45,10 +45,11 @@ def expected(streams, fn, base, scale, norm_eps):
     return pre + 1e-6, 2 * post, logits
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-12, 1e6])
-def test_coefficients(size):
-    """One statistic over all streams; an eps of 1e-20 shows in streams of 1e-12."""
-    streams, fn, base, scale = normal(T, C, D, scale=size), normal(24, C * D, scale=0.3), normal(24), normal(3)
+@pytest.mark.parametrize(("size", "rows"), [(1.0, T), (1e-12, T), (1e6, T), (1.0, 256)])
+def test_coefficients(size, rows):
+    """One statistic over all streams; an eps of 1e-20 shows in streams of 1e-12. Many rows have a product of their
+    own."""
+    streams, fn, base, scale = normal(rows, C, D, scale=size), normal(24, C * D, scale=0.3), normal(24), normal(3)
     found = mhc.coefficients(streams, fn, base, scale, iterations=5, hc_eps=1e-6, norm_eps=1e-20)
     pre, post, logits = expected(streams, fn, base, scale, 1e-20)
     np.testing.assert_allclose(found[0], pre, atol=1e-6)
