@@ -70,7 +70,7 @@ class ForwardModel:
                               f"{config.max_ratio} or a multiple of it")
         self.config, self.numerics, self.engram_hash, self.page_size = config, numerics, engram_hash, page_size
         self.parameters = jax.tree.map(jnp.asarray, parameters)
-        # Flattened once: taking a state of modules apart is 3 ms of Python, as much as a small model's step.
+        # Flattened once: taking a state of modules apart is about 3 ms of Python, in every call.
         self._leaves, self._form = jax.tree.flatten(self.parameters)
         self.graph, _ = split_model(config, numerics)
 

@@ -52,7 +52,7 @@ def fill_row_blocks(
 def _tiers(rows: int, entries: int, ratio: int, start_bound: int) -> list[tuple[int, int, int]]:
     """(first row, row after the last, limit); neighbours with the same limit are joined."""
     tiers: list[tuple[int, int, int]] = []
-    size = -(-rows // (_TIER_ROWS * _MOST_TIERS)) * _TIER_ROWS
+    size = max(1, -(-rows // (_TIER_ROWS * _MOST_TIERS))) * _TIER_ROWS
     for first in range(0, rows, size):
         last = min(first + size, rows)
         limit = min(entries, (start_bound + last) // ratio) if ratio else 0

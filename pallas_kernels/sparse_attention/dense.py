@@ -40,8 +40,8 @@ def attend_mask(
     """
     b, _, n, h = q.shape
     q = q * h**-0.5
-    # Past the last window row, never seen: it makes the number of keys of a full band a multiple of 64, where rows of
-    # scores begin at a cache line (2 % of a prefill).
+    # Each band is given one window row more than it sees, the last band this one: it makes the number of keys of a full
+    # band a multiple of 64, where rows of scores begin at a cache line (2 % of a prefill).
     window_kv = jnp.concatenate([window_kv, jnp.zeros((b, 1, h), q.dtype)], axis=1)
 
     def attend(begin: Int32[Array, ""] | int, rows: int, limit: int) -> Float[Array, "B rows N H"]:

@@ -34,3 +34,9 @@ def test_every_row_once_with_all_it_can_see(monkeypatch, rows, ratio, start):
         assert written <= max(1, min(entries, (start + tier_end) // ratio) if ratio else 0)
     assert all(count <= 3 for count, _ in calls)
     assert len({limit for _, limit in calls}) <= 8
+
+
+def test_no_rows():
+    """Nothing to write, and no tier to divide them into."""
+    out = row_blocks.fill_row_blocks(jnp.zeros((2, 0, 3)), lambda *_: 1 / 0, block=3, entries=3, ratio=1, start_bound=0)
+    assert out.shape == (2, 0, 3)
