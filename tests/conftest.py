@@ -6,6 +6,7 @@ the time), and every program is stored where the other workers of `pytest -n` an
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from widemesh.serving.compile_counter import CompileCounter
 
 _MAX_STORED_BYTES = 1 << 30
+# Tracing makes objects by the million, next to none of them in dead cycles: at Python's own thresholds (700, 10, 10)
+# a tenth of a run went into looking for some.
+gc.set_threshold(20_000, 10, 10)
 SEED = "WIDEMESH_TEST_SEED"
 
 os.environ.setdefault(SEED, str(time.time_ns() % 2**31))  # workers inherit it

@@ -25,14 +25,16 @@ from widemesh.tools.cli import main
 FAKE_ENGINE = Path(__file__).parents[1] / "serving" / "grpc" / "fake_engine.py"
 
 PROGRAM = """
-import sys, types
+import gc, sys, types
 sys.path.insert(0, {folder!r})
 from fake_engine import FakeEngine
 module = types.ModuleType("widemesh.serving.engine")
 module.Engine = lambda config, *_, **__: FakeEngine(config.model, max_model_len=config.max_model_len)
 sys.modules["widemesh.serving.engine"] = module
 from widemesh.tools.cli import main
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+print("left to garbage collections:", len(gc.get_objects()), "of", len(gc.get_objects()) + gc.get_freeze_count())
+sys.exit(status)
 """
 
 
@@ -51,8 +53,10 @@ def test_serve_says_where_and_ends_cleanly(byte_folder, capsys):
     assert found is not None, line
     assert main(["generate", "--prompt", "the sea", "--port", found[1], "--max-tokens", "3"]) == 0
     os.kill(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=5)
+    out, err = process.communicate(timeout=5)
     assert process.returncode == 0
+    left, all_objects = map(int, re.fullmatch(r"left to garbage collections: (\d+) of (\d+)\n", out).groups())
+    assert left < 0.2 * all_objects
     assert "finish=length" in err and "the sea" not in err and "Traceback" not in err
 
 

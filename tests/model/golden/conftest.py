@@ -143,15 +143,19 @@ class Golden:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, ids: np.ndarray, settings: StepSettings, *, forced: str | None = None) -> Records:
+    def run(
+        self, ids: np.ndarray, settings: StepSettings, *, forced: str | None = None, as_it_is: bool = False
+    ) -> Records:
         """Everything that all layers record, and `logits`, for one list of ids.
 
         With `forced` (the mode of golden values, on `long`) each layer is fed the golden values of what enters it, so
-        that its own error shows and no other's.
+        that its own error shows and no other's. `as_it_is` compiles the code as it is at this moment, for a test that
+        has changed it.
         """
         rows = self.rows(ids)
         entering = [self.entering(layer, forced or "plain", settings) for layer in range(1, self.depth + 1)]
-        values = self._program(settings)(self.parameters, entering, forced is not None, rows)
+        program = self._program.__wrapped__(self, settings) if as_it_is else self._program(settings)
+        values = program(self.parameters, entering, forced is not None, rows)
         return {name: cut(name, value, len(ids)) for name, value in as_records(values).items()}
 
     def run_layer(
