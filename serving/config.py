@@ -35,7 +35,8 @@ class EngineConfig:
     numerics: str = "kvq"  # plain, kvq, w8a8, reference or serving
     max_model_len: int = 1024  # most tokens of a request, prompt and output together
     max_num_seqs: int = 8  # requests decoded together, over all decode ranks
-    max_num_batched_tokens: int = 256  # rows of one prefill step, over all prefill ranks
+    # rows of one prefill step, over all prefill ranks; with replay_tail=bounded at least the model's window for each
+    max_num_batched_tokens: int = 256
     page_size: int = 64  # tokens per page of compressed KV; a multiple of the model's compress ratios
     num_pages: int | None = None  # pages of each decode rank's pool, the null page included; None: for all its slots
     num_prefill_pages: int | None = None  # likewise of each prefill rank; None: four of the longest requests
@@ -47,7 +48,7 @@ class EngineConfig:
     reserve_output_tokens: int = 8192  # most output tokens for which pages are set aside at admission
     max_new_kv_loads_per_step: int = 4  # prefilled requests that may join the decode batch in one step; 0 = all
     max_num_queued_reqs: int | None = None  # waiting requests beyond which new ones are refused
-    max_num_queued_tokens: int | None = None  # their prompt tokens, likewise
+    max_num_queued_tokens: int | None = None  # their tokens, likewise
     prefill_devices: int = 2  # size of the prefill mesh
     decode_devices: int = 4  # size of the decode mesh
     tensor_parallel_size: int = 1  # devices of a rank, which share its heads, FFN width and vocabulary; on both meshes

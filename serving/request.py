@@ -48,26 +48,26 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How to pick the next token. Values outside their range raise RequestError at construction."""
 
-    temperature: float = 1.0  # below 1e-5: greedy
+    temperature: float = 1.0  # up to 100; below 1e-5: greedy
     top_p: float = 1.0  # smallest set of tokens whose probability reaches this; 1 = off
     top_k: int = 0  # 0 = off
     min_p: float = 0.0  # leaves out tokens less likely than this times the most likely one; 0 = off
     repetition_penalty: float = 1.0  # above 1: tokens of the prompt and the output become less likely
-    frequency_penalty: float = 0.0  # taken off a token's logit for each time it was put out
-    presence_penalty: float = 0.0  # taken off the logit of every token that was put out
-    logit_bias: Mapping[int, float] | None = None  # added to the logits of these token ids
-    n: int = 1  # samples per prompt; sample i uses seed + i
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time it was put out; -2 to 2
+    presence_penalty: float = 0.0  # taken off the logit of every token that was put out; -2 to 2
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these token ids (300 at most); -100 to 100
+    n: int = 1  # samples per prompt, up to 128, more than one not if greedy; sample i uses seed + i
     seed: int | None = None  # None: a fresh one for every request
     max_tokens: int | None = None  # None: up to the model's length limit
     min_tokens: int = 0  # the output does not end by a stop token or string before it has this many
-    stop: tuple[str, ...] = ()  # strings that end the request where they first appear in its text
-    stop_token_ids: tuple[int, ...] = ()  # ids that end the request; the one that did is part of the output
+    stop: tuple[str, ...] = ()  # strings, 64 at most; the request ends where one first appears in its text
+    stop_token_ids: tuple[int, ...] = ()  # ids (64 at most) that end the request; the one that did is part of the output
     ignore_eos: bool = False  # go on after the model's end-of-text ids
     include_stop_str_in_output: bool = False  # show the stop string that ended the text
     skip_special_tokens: bool = True  # leave special tokens out of the text, and so out of the search for `stop`
-    logprobs: int | None = None  # report the chosen token's log-probability and those of this many most likely
+    logprobs: int | None = None  # log-probabilities of the chosen token and of this many most likely, up to 20
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens from the second on, with sample 0
-    json_schema: str | None = None  # the output is JSON of this schema
+    json_schema: str | None = None  # the output is JSON of this schema; at most one of this and the next four is set
     json_object: bool = False  # the output is a JSON object
     regex: str | None = None  # the output matches this from its first to its last character
     grammar: str | None = None  # the output follows this grammar, in Lark's notation

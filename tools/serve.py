@@ -70,8 +70,8 @@ class Serve:
         _log.info("loading %s", self.engine.model)
         engine = Engine(self.engine, self.processes, on_join=on_join)
         page.add(engine.metrics)
-        # What loading has left stays as long as the process: 680,000 objects with the default preset, and all streams
-        # would stand still for 0.36 s whenever a full collection looks through them.
+        # What loading has left stays as long as the process: 680,000 objects with `init-tiny`'s default preset, and
+        # all streams would stand still for 0.36 s whenever a full collection looks through them.
         gc.collect()
         gc.freeze()
         return engine

@@ -19,7 +19,7 @@ from widemesh.model.config import ConfigError
 from widemesh.tools.scrape import DEFAULT_PORT, Page, Row, ScrapeError, page_url, read_page, row_of
 
 _MAX_AT_ONCE = 32  # pages read together
-# Short, so that a line fits a terminal; docs/quickstart-service.md, "Several processes", says what each shows.
+# Short, so that a line fits a terminal; docs/quickstart-service.md, "Watching servers", says what each shows.
 _COLUMNS = ("server", "rank", "run", "wait", "in/s", "out/s", "KV", "hits", "step", "ticket", "disp.", "device", "last")
 _EXPERTS = "even"  # a column of its own, in front of the last one, if a server moves its experts
 

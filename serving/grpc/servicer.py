@@ -232,7 +232,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         await _not_offered(context, "GetLoads", "use GetServerInfo for the number of active requests")
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        await _not_offered(context, "FlushCache", "there is no prefix cache to flush")
+        await _not_offered(context, "FlushCache", "the prefix cache is emptied by new weights only")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext
@@ -245,7 +245,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        await _not_offered(context, "SubscribeKvEvents", "there is no prefix cache that could report events")
+        await _not_offered(context, "SubscribeKvEvents", "events of the prefix cache are not reported")
 
     # --- readiness ------------------------------------------------------------------------------------------------
 
