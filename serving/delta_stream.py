@@ -12,9 +12,12 @@ from widemesh.serving.samples import Samples
 class DeltaStream(AsyncIterator[Delta]):
     """Deltas of one request. Leaving the iteration early, by `aclose` or by cancellation, aborts the request."""
 
-    def __init__(self, samples: Samples, arrived: asyncio.Queue[Delta], abort: Callable[[str], None]):
+    def __init__(
+        self, samples: Samples, arrived: asyncio.Queue[Delta], abort: Callable[[], None], drop: Callable[[], None]
+    ):
+        """`drop` aborts too; it is for the destructor, and takes no lock."""
         self.request_id = samples.request_id
-        self._samples, self._arrived, self._abort = samples, arrived, abort
+        self._samples, self._arrived, self._abort, self._drop = samples, arrived, abort, drop
         self._is_done = False
 
     def __aiter__(self) -> DeltaStream:
@@ -37,8 +40,8 @@ class DeltaStream(AsyncIterator[Delta]):
         """Abort the request unless it has ended."""
         if not self._is_done:
             self._is_done = True
-            self._abort(self.request_id)
+            self._abort()
 
     def __del__(self) -> None:
         if not self._is_done:
-            self._abort(self.request_id)
+            self._drop()

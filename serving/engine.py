@@ -137,13 +137,13 @@ class Engine:
                                      max_model_len=config.max_model_len, traffic=traffic,
                                      rank=processes.process_id)  # fmt: skip
         self._seeds = np.random.default_rng(config.seed)
-        self._lock = threading.RLock()  # garbage collection may drop a stream, and so abort, while it is held
+        self._lock = threading.Lock()
         self._constraints = ConstraintCompiler(
             config.model, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
-        self._in_flight: dict[str, set[str]] = {}  # by request, the engine's names of its samples
-        self._request_of: dict[str, str] = {}  # and back
+        self._in_flight: dict[str, list[Request]] = {}  # by the caller's name, the samples that run
+        self._sample_of: dict[str, tuple[str, Request]] = {}  # by the engine's name of a sample, the caller's and it
         if processes.num_processes > 1:
             leave_coordinator()
             self.job.has_loaded(config.ticket_timeout_s)
@@ -194,13 +194,17 @@ class Engine:
 
         mailbox = Mailbox(carry)
         asked: list[Samples] = []
+        requests: list[Request] = []
         try:
             for prompt, one in zip(each, settings, strict=True):
-                asked.append(self._submit(prompt, one, "", arrived.append, priority, mailbox, keeps_deltas=True))
+                samples, added = self._submit(
+                    prompt, one, "", arrived.append, priority, mailbox, keeps_deltas=True
+                )
+                asked.append(samples)
+                requests += added
             return self._collect(asked, arrived, unread)
         except BaseException:
-            for samples in asked:
-                self.abort(samples.request_id)
+            self._loop.abort(requests)
             raise
 
     def stream(
@@ -214,10 +218,12 @@ class Engine:
         """
         arrived: asyncio.Queue[Delta] = asyncio.Queue()
         mailbox = self._mailbox_of(asyncio.get_running_loop())
-        samples = self._submit(
+        samples, requests = self._submit(
             prompt, sampling or SamplingParams(), request_id, arrived.put_nowait, priority, mailbox
         )
-        return DeltaStream(samples, arrived, self.abort)
+        # Of these requests, whatever has their name by then.
+        abort, drop = (functools.partial(end, requests) for end in (self._loop.abort, self._loop.drop))
+        return DeltaStream(samples, arrived, abort, drop)
 
     def compile_constraint(self, sampling: SamplingParams) -> None:
         """Compile what `sampling` says of the output's form, so that the request that follows is taken at once.
@@ -229,9 +235,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason abort. Unknown and finished ids are ignored."""
         with self._lock:
-            names = tuple(self._in_flight.get(request_id, ()))
-        for name in names:
-            self._loop.abort(name)
+            requests = tuple(self._in_flight.get(request_id, ()))
+        self._loop.abort(requests)
 
     # --- weights and research -------------------------------------------------------------------------------------
 
@@ -382,7 +387,7 @@ class Engine:
         mailbox: Mailbox | None = None,
         *,
         keeps_deltas: bool = False,
-    ) -> Samples:
+    ) -> tuple[Samples, list[Request]]:
         """Check a request and hand its samples to the loop. Without a mailbox the engine's thread calls `deliver`."""
         mailbox = mailbox or on_the_spot()
         ids = self._prompt_ids(prompt)
@@ -420,22 +425,19 @@ class Engine:
             for index in range(sampling.n)
         ]
         with self._lock:
-            if request_id in self._in_flight or any(one.request_id in self._request_of for one in requests):
+            if request_id in self._in_flight or any(one.request_id in self._sample_of for one in requests):
                 raise RequestError("request_id", request_id, "is already in flight; use another or none",
                                    Status.ALREADY_EXISTS)
             # Known and queued in one step: an abort that comes in between would find nothing to end.
-            for one in requests:
-                if not self._loop.post(one):
-                    raise EngineError
-                self._in_flight.setdefault(request_id, set()).add(one.request_id)
-                self._request_of[one.request_id] = request_id
-        return Samples(
-            request_id,
-            self.tokenizer,
-            sampling,
-            lambda index: self._end_sample(_sample_name(request_id, index, sampling.n)),
+            if not self._loop.post(requests):
+                raise EngineError
+            self._in_flight[request_id] = list(requests)
+            self._sample_of |= {one.request_id: (request_id, one) for one in requests}
+        samples = Samples(
+            request_id, self.tokenizer, sampling, lambda index: self._end_sample(requests[index]),
             keeps_deltas=keeps_deltas,
-        )
+        )  # fmt: skip
+        return samples, requests
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         vocab = self.model_config.vocab_size
@@ -480,20 +482,22 @@ class Engine:
         with self._lock:
             return int(self._seeds.integers(2**31))
 
-    def _end_sample(self, name: str) -> None:
-        """Its reader has found a stop string."""
-        with self._lock:
-            is_running = name in self._request_of
-        if is_running:
-            self._loop.abort(name, FinishReason.STOP)
+    def _end_sample(self, request: Request) -> None:
+        """Its reader has found a stop string, and may use its name again."""
+        self._forget(request)
+        self._loop.abort((request,), FinishReason.STOP)
 
     def _forget(self, request: Request) -> None:
+        """It has ended. Called again when the loop has ended it too; the name may be another's by then."""
         with self._lock:
-            request_id = self._request_of.pop(request.request_id, "")
-            left = self._in_flight.get(request_id, set())
-            left.discard(request.request_id)
+            request_id, known = self._sample_of.get(request.request_id, ("", None))
+            if known is not request:
+                return
+            del self._sample_of[request.request_id]
+            left = self._in_flight[request_id]
+            left.remove(request)
             if not left:
-                self._in_flight.pop(request_id, None)
+                del self._in_flight[request_id]
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
         """The one mailbox of all requests that an asyncio loop reads."""

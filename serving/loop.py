@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from widemesh.serving.engine_request import Request
 from widemesh.serving.mailbox import Letter, Mailbox
 from widemesh.serving.metrics import EngineMetrics, PageCounts
 from widemesh.serving.programs import NOT_FINITE
-from widemesh.serving.request import FinishReason, RequestError, TokenLogprobs
+from widemesh.serving.request import FinishReason, TokenLogprobs
 from widemesh.serving.running_set import RunningSet
 from widemesh.serving.sampling import RowLogprobs
 from widemesh.serving.scheduling import (
@@ -108,8 +108,8 @@ class EngineLoop:
         self._is_resting = False  # set by the engine's thread before it looks for work a last time and sleeps
         self._told_update = False  # whether the other processes know that this one is ready for new weights
         self._inbox: list[Request] = []
-        self._aborts: dict[str, FinishReason] = {}
-        self._live: dict[str, Request] = {}
+        self._aborts: collections.deque[tuple[Request, FinishReason]] = collections.deque()
+        self._live: dict[Request, None] = {}  # in order of arrival; two may have one name, when a reader has ended one
         self._updates: collections.deque[WeightUpdate] = collections.deque()
         self._calls = EngineCalls(self.wake)
         self._is_stopping = False
@@ -135,21 +135,29 @@ class EngineLoop:
         """Requests that hold none yet."""
         return len(self._scheduler.waiting) + len(self._inbox)
 
-    def post(self, request: Request) -> bool:
-        """Hand a request over. False: the loop has ended and will not take it. RequestError: the queue is full."""
+    def post(self, requests: Sequence[Request]) -> bool:
+        """Hand requests over, all or none. False: the loop has ended. RequestError: the queue has no room for them."""
         with self._lock:
             if self._is_stopping or self.failure is not None:
                 return False
-            self._scheduler.check_queue(len(request.prompt), self._inbox)
-            self._inbox.append(request)
+            self._scheduler.check_queue(requests, self._inbox)
+            self._inbox.extend(requests)
         self.wake()
         return True
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request at the next step boundary, with another `reason` if its reader has found its end."""
-        with self._lock:
-            self._aborts.setdefault(request_id, reason)
+    def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
+        """End requests at the next step boundary, with another `reason` if their reader has found the end."""
+        self.drop(requests, reason)
         self.wake()
+
+    def drop(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
+        """As `abort`, but takes no lock and wakes nobody: for destructors.
+
+        A garbage collection may run one on any thread and in any place, also where a lock of the loop is held. The
+        next turn sees it, and there is one while a request is running.
+        """
+        for request in requests:
+            self._aborts.append((request, reason))
 
     def update_weights(self, update: WeightUpdate) -> bool:
         """Apply an update at a step boundary and wait for it. False: the loop has ended before.
@@ -182,7 +190,7 @@ class EngineLoop:
         """End all requests with an error at once, from any thread: the loop's own may be stuck in a collective."""
         with self._lock:
             self.failure = self.failure or failure
-            left = [*self._live.values(), *self._inbox]
+            left = [*self._live, *self._inbox]
         for request in left:
             request.mailbox.send_now(
                 Letter(request, [], len(request.known_output), 0, self.weights_version, FinishReason.ERROR, None)
@@ -207,7 +215,7 @@ class EngineLoop:
             self._on_end(self.failure)  # first, since readers of what follows ask why
         with self._lock:
             self._is_stopping = True
-            left = [*self._live.values(), *self._inbox]
+            left = [*self._live, *self._inbox]
             self._inbox = []
         for request in left:
             self._finish(request, reason)
@@ -226,22 +234,19 @@ class EngineLoop:
         if not self._in_flight:  # else the processes are stepping
             self._rest()
         self._calls.run()
+        # Aborts first: what they name was posted before, so it is in the inbox or beyond.
+        aborts = [self._aborts.popleft() for _ in range(len(self._aborts))]
         with self._lock:
             if self.stopped_by >= 0 or (self._is_stopping and self._agreement.is_alone):
                 return False
+            # Under the lock, so that `lose` always finds a request in one of the two, and `post` counts it as waiting.
             arrived, self._inbox = self._inbox, []
-            aborts, self._aborts = self._aborts, {}
-            for request in arrived:  # here, so that `lose` always finds a request in one of the two
-                self._live[request.request_id] = request
-        for request in arrived:
-            try:
+            for request in arrived:
+                self._live[request] = None
                 self._scheduler.submit(request)
-            except RequestError as err:  # it was checked when it was posted; somebody else has been quicker
-                _log.error("request %r: %s", request.request_id, err)
-                self._finish(request, FinishReason.ERROR)
-        for request_id, reason in aborts.items():
-            if request_id in self._live:
-                self._finish(self._live[request_id], reason)
+        for request, reason in aborts:
+            if request in self._live:
+                self._finish(request, reason)
         return True
 
     def _rest(self) -> None:
@@ -339,7 +344,7 @@ class EngineLoop:
     def _make_way(self, update: WeightUpdate) -> None:
         """Abort what has started if an update asks for it. New requests wait meanwhile."""
         if update.aborts:
-            for request in [r for r in self._live.values() if r.epoch >= 0 or r.num_preemptions]:
+            for request in [r for r in self._live if r.epoch >= 0 or r.num_preemptions]:
                 self._finish(request, FinishReason.ABORT)
 
     def _update_weights(self) -> None:
@@ -456,7 +461,7 @@ class EngineLoop:
         elif count:
             outputs = int(accepted.outputs[slot])
             request.mailbox.letters.append(
-                Letter(request, new, outputs, request.hit_tokens, self.weights_version, None, logprobs)
+                Letter(request, new, outputs, request.cached_tokens, self.weights_version, None, logprobs)
             )
             self._unsent.add(request.mailbox)
 
@@ -482,22 +487,22 @@ class EngineLoop:
         self._running.store_time(request.decode_slot, request)
         if request.arrival >= 0:  # the scheduler has it
             self._scheduler.finish(request, reason)
-        self._live.pop(request.request_id, None)
+        self._live.pop(request, None)
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
         self._metrics.finished(request.trace, len(request.output), reason, time.monotonic())
         self._on_finish(request)
         request.mailbox.letters.append(
-            Letter(request, new or [], len(request.output), request.hit_tokens, self.weights_version, reason, logprobs)
-        )
+            Letter(request, new or [], len(request.output), request.cached_tokens, self.weights_version, reason,
+                   logprobs)
+        )  # fmt: skip
         self._unsent.add(request.mailbox)
 
     def _send(self) -> None:
         """Wake the readers, just before this thread waits itself."""
         unsent, self._unsent = self._unsent, set()
         for mailbox in unsent:
-            for request in mailbox.send():
-                self.abort(request.request_id)
+            self.drop(mailbox.send())
 
     def _report(self, plan: StepPlan[Request], step_s: float) -> None:
         if plan.moves_pages or self._reported_requests != self.counters.requests:  # somebody has come, grown or gone

@@ -61,7 +61,7 @@ class SamplingParams:
     max_tokens: int | None = None  # None: up to the model's length limit
     min_tokens: int = 0  # the output does not end by a stop token or string before it has this many
     stop: tuple[str, ...] = ()  # strings, 64 at most; the request ends where one first appears in its text
-    stop_token_ids: tuple[int, ...] = ()  # ids (64 at most) that end the request; the one that did is part of the output
+    stop_token_ids: tuple[int, ...] = ()  # ids (at most 64) that end it; the one that did is part of the output
     ignore_eos: bool = False  # go on after the model's end-of-text ids
     include_stop_str_in_output: bool = False  # show the stop string that ended the text
     skip_special_tokens: bool = True  # leave special tokens out of the text, and so out of the search for `stop`
@@ -198,6 +198,11 @@ class Delta:
     logprobs: TokenLogprobs | None = None  # of token_ids, if asked for
     prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens 1, 2, ...; in the first delta, if asked for
     weights_version: int = 0  # how many times the weights had been updated
+
+    @property
+    def shown_ids(self) -> np.ndarray:
+        """`token_ids` without the stop token that ended the sample, which is no part of its text."""
+        return self.token_ids if self.matched_token_id is None else self.token_ids[:-1]
 
     @staticmethod
     def join(deltas: list[Delta]) -> Delta:

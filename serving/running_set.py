@@ -68,7 +68,7 @@ class RunningSet:
         self._any_looks = bool(self._always_looks.any())
         self._readers = [
             _Readers(
-                mailbox, tuple(mine), np.array([r.decode_slot for r in mine]), tuple(r.hit_tokens for r in mine)
+                mailbox, tuple(mine), np.array([r.decode_slot for r in mine]), tuple(r.cached_tokens for r in mine)
             )
             for mailbox, mine in by_mailbox.items()
         ]

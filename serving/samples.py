@@ -64,8 +64,7 @@ class Samples:
 
     def _cut(self, delta: Delta, text: StopText) -> Delta:
         """Look for stop strings in the delta's text; end the sample behind the token that completes one."""
-        ids = delta.token_ids if delta.matched_token_id is None else delta.token_ids[:-1]
-        used = text.feed(ids.tolist())
+        used = text.feed(delta.shown_ids.tolist())
         if text.matched is None and delta.finish_reason is not None:
             text.flush()
             used = len(delta.token_ids)
@@ -86,15 +85,15 @@ class Samples:
     def _completion(self, sample: _Sample) -> Completion:
         whole = Delta.join(sample.deltas)
         assert whole.finish_reason is not None
-        if sample.text is not None:
-            text = sample.text.text
-        else:
-            shown = whole.token_ids if whole.matched_token_id is None else whole.token_ids[:-1]
-            text = self._tokenizer.decode(shown.tolist(), skip_special_tokens=self._sampling.skip_special_tokens)
+        text = sample.text
+        if text is None:
+            text = StopText(self._tokenizer, self._sampling)
+            text.feed(whole.shown_ids.tolist())
+            text.flush()
         return Completion(
             request_id=self.request_id,
             token_ids=whole.token_ids,
-            text=text,
+            text=text.text,
             finish_reason=whole.finish_reason,
             prompt_tokens=whole.prompt_tokens,
             index=whole.index,

@@ -124,7 +124,8 @@ def _grammar(field: str, value: Any) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case "choice":
-            quoted = (json.dumps(one, ensure_ascii=False) for one in value)
+            # Lark takes JSON's strings, but no raw DEL in them.
+            quoted = (json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in value)
             return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
         case _:
             return LLMatcher.grammar_from_lark(value)

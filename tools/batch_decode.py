@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 from jaxtyping import Int32
 
-from widemesh.serving.request import Delta, RequestError, SamplingParams
+from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams
 from widemesh.serving.stop_strings import StopText
 
 if TYPE_CHECKING:
@@ -114,11 +114,12 @@ async def _decode_line(engine: Engine, line: bytes, defaults: SamplingParams) ->
         async for delta in stream:
             deltas.append(delta)
     whole = Delta.join(deltas)
-    token_ids = whole.token_ids.tolist()
+    if whole.finish_reason is FinishReason.ERROR:
+        raise RuntimeError("the engine could not finish this line; its log says why")
     text = StopText(engine.tokenizer, sampling)
-    text.feed([i for i in token_ids if i not in sampling.stop_token_ids])  # only the last can be one
+    text.feed(whole.shown_ids.tolist())
     text.flush()
-    result = {"text": text.text, "token_ids": token_ids, "finish_reason": str(whole.finish_reason)}
+    result = {"text": text.text, "token_ids": whole.token_ids.tolist(), "finish_reason": str(whole.finish_reason)}
     for before, logprobs in (("", whole.logprobs), ("prompt_", whole.prompt_logprobs)):
         if logprobs is not None:
             result[f"{before}logprobs"] = logprobs.chosen.tolist()

@@ -111,7 +111,7 @@ class GrpcServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 if self._engine is not None:
-                    await asyncio.to_thread(self._engine.close)
+                    await _in_daemon_thread(self._engine.close)  # the pool of threads may be full of long prompts
                 await self._service.wait_idle()
         await self._server.stop(CANCEL_S)
 
@@ -237,7 +237,7 @@ async def _in_daemon_thread[T](function: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=work, name="widemesh-load", daemon=True).start()
+    threading.Thread(target=work, name="widemesh-server", daemon=True).start()
     return await future
 
 

@@ -16,6 +16,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from widemesh.model.config import MODEL_TYPE
+from widemesh.serving.engine_calls import EngineError
 from widemesh.serving.grpc import tokenizer_bundle
 from widemesh.serving.grpc.convert import GenerateCall, read_priority, read_request, write_chunk, write_complete
 from widemesh.serving.grpc.request_log import RequestLog
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-MAX_DETAIL_CHARS = 1000  # an error's text travels in a header; keep well below the usual 8 KiB
+# An error's text travels in a header, each byte that is not ASCII as three; keep well below the usual 8 KiB.
+MAX_DETAIL_BYTES = 1000
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -86,6 +88,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         except RequestError as err:
             log.finish = f"refused:{err.status.value}"
             await abort(context, grpc.StatusCode[err.status.value], str(err))
+        except EngineError as err:  # it has stopped since this call began
+            log.finish = "refused:UNAVAILABLE"
+            await abort(context, grpc.StatusCode.UNAVAILABLE, self._problem() or str(err))
         except asyncio.CancelledError:
             log.finish = "cancelled"
             raise
@@ -193,7 +198,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             eos_token_ids=model.eos_token_ids,
             pad_token_id=model.pad_token_id,
             bos_token_id=model.bos_token_id,
-            max_req_input_len=config.max_model_len - 1,  # one token must have room
+            max_req_input_len=config.scheduler.longest_request - 1,  # one token must have room
         )
 
     async def GetServerInfo(
@@ -208,7 +213,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             server_type="vllm-grpc",  # the protocol's name for servers of this service
             constrained_decoding_start="first_token",
             data_parallel_size=1,
-            max_num_seqs=engine.config.max_num_seqs,
+            max_num_seqs=engine.share.max_num_seqs,
         )
 
     async def GetTokenizer(
@@ -275,7 +280,7 @@ def _lost(engine: Engine) -> str:
 
 async def abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str) -> NoReturn:
     """End a call with an error that is short enough to travel."""
-    await context.abort(code, detail[:MAX_DETAIL_CHARS])
+    await context.abort(code, detail.encode(errors="replace")[:MAX_DETAIL_BYTES].decode(errors="ignore"))
     raise AssertionError("unreachable: abort raises")
 
 

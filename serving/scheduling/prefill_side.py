@@ -83,6 +83,8 @@ class PrefillSide[RequestT: ScheduledRequest]:
         self._held[slot] = len(pages)
         request.prefill_slot, request.generation = slot, self.generation
         request.hit_tokens = len(hit_pages) * self._config.page_size
+        if not request.num_preemptions:
+            request.cached_tokens = request.hit_tokens
         request.start = request.next_row = self._replay.restart(request.hit_tokens).start
         request.counted_hits = {}
         self.num_free_slots -= 1

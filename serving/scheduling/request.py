@@ -51,7 +51,8 @@ class ScheduledRequest:
     generation: int = -1  # of the prefix cache when its first row was planned
     prefill_slot: int = -1
     decode_slot: int = -1
-    hit_tokens: int = 0  # taken from the prefix cache, whole pages
+    hit_tokens: int = 0  # taken from the prefix cache by this admission, whole pages
+    cached_tokens: int = 0  # by its first one: later ones also find what it has left there itself
     start: int = 0  # first token that is run
     next_row: int = 0  # first token that is not planned yet
     num_preemptions: int = 0

@@ -81,27 +81,28 @@ class Scheduler[RequestT: ScheduledRequest]:
                 f"{config.prefill_pages - 1} prefill pages and {config.decode_pages - 1} decode pages of "
                 f"{config.page_size} tokens and max_model_len={config.max_model_len}; send a shorter prompt",
             )  # fmt: skip
-        self.check_queue(prompt_len)
         request.max_tokens = min(request.max_tokens, config.longest_request - prompt_len)
         request.arrival = next(self._arrivals)
         self._enter(request, RequestState.QUEUED)
         self.waiting.add(request)
         self._may_admit = True
 
-    def check_queue(self, prompt_len: int, arriving: Sequence[RequestT] = ()) -> None:
-        """Raise RequestError if the queue has no room for a prompt, behind others that are still to be submitted.
+    def check_queue(self, new: Sequence[RequestT], arriving: Sequence[RequestT] = ()) -> None:
+        """Raise RequestError if the queue has no room for `new`, behind others that are still to be submitted.
 
-        Any thread may call it.
+        For whoever hands requests over: `submit` takes what is over the limits, too, so that nobody is refused who was
+        accepted before a preempted request came back into the queue. Any thread may call it.
         """
         most_reqs, most_tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
-        if most_reqs is not None and len(self.waiting) + len(arriving) >= most_reqs:
+        if most_reqs is not None and len(self.waiting) + len(arriving) + len(new) > most_reqs:
             raise RequestError("max_num_queued_reqs", most_reqs, "requests are waiting already; try again later",
                                Status.UNAVAILABLE)  # fmt: skip
         if most_tokens is not None:
             tokens = self.waiting.num_tokens + sum(len(request.prompt) for request in arriving)
-            if tokens + prompt_len > most_tokens:
+            new_tokens = sum(len(request.prompt) for request in new)
+            if tokens + new_tokens > most_tokens:
                 raise RequestError("max_num_queued_tokens", most_tokens,
-                                   f"would be passed by {prompt_len} tokens on top of {tokens} that are waiting "
+                                   f"would be passed by {new_tokens} tokens on top of {tokens} that are waiting "
                                    "already; try again later", Status.UNAVAILABLE)  # fmt: skip
 
     def plan_step(

@@ -277,6 +277,68 @@ def test_a_full_queue_refuses_at_once(
     assert engine.num_running == engine.num_waiting == 0
 
 
+def test_a_queue_without_room_for_all_samples_takes_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = engine._loop._scheduler
+    monkeypatch.setattr(scheduler, "config", dataclasses.replace(scheduler.config, max_num_queued_reqs=3))
+    with pytest.raises(RequestError, match="max_num_queued_reqs=3 requests are waiting already"):
+        engine.generate(prompt(9), SamplingParams(n=5, max_tokens=80, ignore_eos=True))
+    assert engine.num_running == engine.num_waiting == 0 and not engine._in_flight and not engine._sample_of
+
+
+def test_a_stream_ends_only_its_own_request(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    """One that has ended in the engine may be unread still when its name is used again."""
+
+    async def run() -> np.ndarray:
+        old = engine.stream(prompt(3), GREEDY, request_id="same")
+        while engine._in_flight:  # it ends; nobody reads
+            await asyncio.sleep(0.01)
+        new = engine.stream(prompt(9), GREEDY, request_id="same")
+        await old.aclose()
+        deltas = [delta async for delta in new]
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        return np.concatenate([delta.token_ids for delta in deltas])
+
+    np.testing.assert_array_equal(asyncio.run(run()), alone[9])
+
+
+def test_a_name_is_free_when_a_stop_string_was_found(engine: Engine, alone: dict[int, np.ndarray]) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    text = engine.generate(prompt(9), long)[0].text
+
+    async def run() -> list[FinishReason | None]:
+        ends = []
+        for _ in range(3):
+            stream = engine.stream(prompt(9), dataclasses.replace(long, stop=(text[2:5],)), request_id="same")
+            ends.append([delta async for delta in stream][-1].finish_reason)
+        return ends
+
+    assert asyncio.run(run()) == [FinishReason.STOP] * 3
+    assert wait_idle(engine)
+    assert not engine._in_flight and not engine._sample_of and not engine._loop._live
+
+
+def test_a_stream_may_be_dropped_while_any_lock_is_held(engine: Engine) -> None:
+    """A garbage collection runs its destructor anywhere, also inside `post` or on the engine's thread."""
+
+    async def run() -> None:
+        stream = engine.stream(prompt(9), SamplingParams(max_tokens=80, ignore_eos=True))
+        await anext(stream)
+        streams = [stream]
+        del stream
+        dropped = threading.Event()
+
+        def drop() -> None:
+            with engine._lock, engine._loop._lock:
+                streams.clear()
+            dropped.set()
+
+        threading.Thread(target=drop, daemon=True).start()
+        assert await asyncio.to_thread(dropped.wait, 10)
+
+    asyncio.run(run())
+    assert wait_idle(engine)
+
+
 def test_stop_token_outside_vocabulary(engine: Engine) -> None:
     with pytest.raises(RequestError, match="stop_token_ids=512 must be below 512"):
         engine.generate(prompt(3), SamplingParams(stop_token_ids=(512,)))

@@ -20,7 +20,7 @@ SLOTS = 6
 
 def request(slot: int, mailbox: Mailbox, *, constraint: Any = None, logprobs: int | None = None) -> Any:
     return SimpleNamespace(
-        request_id=f"r{slot}", decode_slot=slot, mailbox=mailbox, constraint=constraint, hit_tokens=slot * 10,
+        request_id=f"r{slot}", decode_slot=slot, mailbox=mailbox, constraint=constraint, cached_tokens=slot * 10,
         sampling=SimpleNamespace(logprobs=logprobs), trace=RequestTrace(prompt_tokens=3, arrived_s=90.0),
     )  # fmt: skip
 

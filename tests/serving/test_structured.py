@@ -75,7 +75,7 @@ def test_requests_with_one_grammar_go_their_own_ways(tokenizer: Tokenizer, compi
     assert a in allowed(make(compiler, regex="aaa"))
 
 
-@pytest.mark.parametrize("text", ["left", "é日", 'a"b', "back\\slash", "line\nbreak", "🙂"])
+@pytest.mark.parametrize("text", ["left", "é日", 'a"b', "back\\slash", "line\nbreak", "🙂", "a\x7fb"])
 def test_choices_are_taken_literally(tokenizer: Tokenizer, compiler: ConstraintCompiler, text: str) -> None:
     constraint = make(compiler, choice=(text, "other"))
     for token in tokenizer.encode(text, add_special_tokens=False).ids:

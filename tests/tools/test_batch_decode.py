@@ -90,6 +90,24 @@ def test_an_engine_that_dies_keeps_what_was_done(byte_folder, tmp_path, fake_eng
     assert "the engine stopped" in out[-1]["error"] and "the engine stopped" in capsys.readouterr().err
 
 
+def test_a_request_that_the_engine_cannot_finish_is_an_error(byte_folder, tmp_path, fake_engine, capsys):
+    fake_engine(err_after=2)
+    status, out = decode(byte_folder, tmp_path, [{"prompt_token_ids": [5], "max_tokens": n} for n in (1, 4, 2)])
+    assert status == 0
+    assert [line.get("finish_reason", line.get("error")) for line in out] == [
+        "length", "the engine could not finish this line; its log says why", "length"]
+    assert "1 of 3 lines have an \"error\"" in capsys.readouterr().err
+
+
+def test_the_text_is_without_the_token_that_ended_it(byte_folder, tmp_path, fake_engine):
+    """Also where special tokens are shown."""
+    fake_engine(script=[70, 71, 72])
+    lines = [{"prompt_token_ids": [5], "stop_token_ids": [72], "skip_special_tokens": False},
+             {"prompt_token_ids": [5], "max_tokens": 2}]  # fmt: skip
+    _, (stopped, short) = decode(byte_folder, tmp_path, lines)
+    assert stopped["token_ids"] == [70, 71, 72] and stopped["text"] == short["text"] != ""
+
+
 def test_the_output_appears_whole_or_not_at_all(byte_folder, tmp_path, fake_engine, monkeypatch, capsys):
     made = fake_engine()
     out = tmp_path / "out.jsonl"

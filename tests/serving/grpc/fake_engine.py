@@ -6,12 +6,14 @@ import asyncio
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from prometheus_client import Counter
 
 from widemesh.model.config import ModelConfig
 from widemesh.serving.agreement import step_schema
+from widemesh.serving.engine_calls import EngineError
 from widemesh.serving.job import Job
 from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, Status
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
@@ -26,6 +28,10 @@ class FakeConfig:
     max_model_len: int = 64
     max_num_seqs: int = 4
 
+    @property
+    def scheduler(self) -> SimpleNamespace:
+        return SimpleNamespace(longest_request=self.max_model_len)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FakeStats:
@@ -37,18 +43,19 @@ class FakeEngine:
 
     `delay_s` passes before each delta of `burst` tokens. `asked` lists what came in; `ended` says how each request
     left: a finish reason, or "closed" when its iterator was closed before the end. A request fails after `fail_after`
-    tokens, and the engine stops before it takes request number `die_after`.
+    tokens, or ends with an error after `err_after`, and the engine stops before it takes request number `die_after`.
     """
 
     def __init__(
         self, folder: str | Path, *, delay_s: float = 0.0, burst: int = 1, script: list[int] | None = None,
-        fail_after: int | None = None, die_after: int | None = None, **config: object,
+        fail_after: int | None = None, err_after: int | None = None, die_after: int | None = None, **config: object,
     ):
         self.config = FakeConfig(model=str(folder), **config)
+        self.share = self.config
         self.model_config = ModelConfig.from_dir(folder)
         self.tokenizer = load_tokenizer(folder)
         self.delay_s, self.burst, self.script = delay_s, burst, script
-        self.fail_after, self.die_after = fail_after, die_after
+        self.fail_after, self.err_after, self.die_after = fail_after, err_after, die_after
         self.is_alive = True
         self.experts = self.draft_experts = None  # an ExpertControl each, for tests of that service
         self.job = Job.alone(step_schema(1))
@@ -87,7 +94,7 @@ class FakeEngine:
         if len(self.asked) == self.die_after:
             self.is_alive = False
         if not self.is_alive:
-            raise RuntimeError("the engine is closed")
+            raise EngineError
         if isinstance(prompt, str):
             prompt = encode_prompt(self.tokenizer, prompt, load_tokenizer_config(self.config.model))
         ids = [int(i) for i in prompt]
@@ -144,6 +151,8 @@ class FakeStream:
         if self._engine.fail_after is not None and self._done >= self._engine.fail_after:
             self._leave("failed")
             raise RuntimeError("the device is on fire\nand a second line")
+        if self._engine.err_after is not None and self._done >= self._engine.err_after:
+            return self._delta([], FinishReason.ERROR)
         new: list[int] = []
         vocab, script = self._engine.model_config.vocab_size, self._engine.script
         for _ in range(self._engine.burst):

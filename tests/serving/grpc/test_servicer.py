@@ -107,6 +107,32 @@ def test_an_empty_id_gets_a_fresh_one_and_one_in_flight_is_refused(make_engine, 
     assert code is grpc.StatusCode.ALREADY_EXISTS and "request_id='twin'" in details
 
 
+def test_an_engine_that_stops_meanwhile_is_unavailable(make_engine, serving):
+    async def main():
+        async with serving(make_engine(die_after=0)) as served:
+            return await refused(served.generate(max_tokens=1))
+
+    code, details = asyncio.run(main())
+    assert code is grpc.StatusCode.UNAVAILABLE and details.startswith("the engine has stopped; see the server's log")
+
+
+def test_a_long_refusal_travels_in_any_script(make_engine, serving):
+    """Every byte of it becomes three in the header that carries it, whose size is limited."""
+    name = "\U0001f30a" * 2000
+
+    async def main():
+        async with serving(make_engine(delay_s=30)) as served:
+            first = asyncio.create_task(served.generate(request_id=name))
+            await served.until(lambda: served.engine.num_running == 1)
+            status = await refused(served.generate(request_id=name))
+            first.cancel()
+            return status
+
+    code, details = asyncio.run(main())
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert details.startswith("request_id='\U0001f30a") and len(details.encode()) <= 1000
+
+
 # --- ends before the end -----------------------------------------------------------------------------------------
 
 

@@ -71,7 +71,7 @@ class Rank:
             self.ends[delta.request_id] = delta.finish_reason
 
     def send(self, name: str, prompt: np.ndarray, max_tokens: int, **options: Any) -> None:
-        assert self.loop.post(self.request(name, prompt, max_tokens, **options))
+        assert self.loop.post([self.request(name, prompt, max_tokens, **options)])
 
     def send_together(self, *requests: Request) -> None:
         """So that the loop takes all of them in before the same step."""
@@ -232,4 +232,4 @@ def test_one_stops_and_all_end(ranks) -> None:
     until(lambda: first.ends and second.ends)  # which the first one, now told, may still be writing
     assert first.loop.stopped_by == second.loop.stopped_by == 1
     assert {first.ends["r"], second.ends["r"]} <= {FinishReason.ABORT, FinishReason.LENGTH}
-    assert not first.loop.post(SimpleNamespace(prompt=[5]))  # type: ignore[arg-type]
+    assert not first.loop.post([SimpleNamespace(prompt=[5])])  # type: ignore[list-item]

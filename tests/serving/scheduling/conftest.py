@@ -162,6 +162,7 @@ class Run:
             request_id=str(len(self.requests)), prompt=ids, max_tokens=max_tokens,
             page_hashes=hash_pages(ids, self.config.page_size, salt=fields.get("salt", b"")), **fields,
         )  # fmt: skip
+        self.scheduler.check_queue([request])
         self.scheduler.submit(request)
         self.requests.append(request)
         return request

@@ -18,8 +18,8 @@ def test_the_latest_gives_way_and_repeats_itself_exactly(start, prompt) -> None:
     assert second.state is RequestState.PREEMPTED and second.output and second.num_preemptions == 1
     run.drain()
     assert run.scheduler.num_preemptions == 1 and first.num_preemptions == 0
-    # What its prompt's pages held is not computed again.
-    assert second.hit_tokens == 8
+    # What its prompt's pages held is not computed again. It had not been there when the request came.
+    assert second.hit_tokens == 8 and second.cached_tokens == 0
 
 
 @pytest.mark.parametrize(("priorities", "victim"), [((0, 0, 0), 2), ((1, 0, 0), 0), ((0, 2, 1), 1), ((5, 5, 4), 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_queue_limits(start, prompt) -> None:
     run.step()
     run.submit(prompt(5))  # the first is not waiting any more
     run.drain()
+
+
+def test_the_queue_takes_several_or_none(start, prompt) -> None:
+    """With those that are on their way; and whoever was accepted comes in, even if a preempted one is back by then."""
+    run = start(max_num_queued_reqs=3, max_num_queued_tokens=20)
+    one, two, three = (ScheduledRequest(request_id=str(i), prompt=np.arange(4, dtype=np.int32), max_tokens=1,
+                                        page_hashes=np.zeros((1, 16), np.uint8)) for i in range(3))  # fmt: skip
+    run.scheduler.check_queue([one, two, three])
+    run.scheduler.check_queue([one], [two, three])
+    with pytest.raises(RequestError, match=r"^max_num_queued_reqs=3 requests are waiting already"):
+        run.scheduler.check_queue([one, two], [three, three])
+    with pytest.raises(RequestError, match="would be passed by 8 tokens on top of 16 that are waiting already"):
+        run.scheduler.check_queue([one, two], [dataclasses.replace(three, prompt=np.arange(16, dtype=np.int32))])
+    for _ in range(3):
+        run.submit(prompt(1))
+    run.scheduler.submit(one)
+    assert len(run.scheduler.waiting) == 4
 
 
 def test_mistakes_of_the_caller(start, prompt) -> None:
