@@ -38,6 +38,8 @@ class ReshuffleFigures:
 
     def step_read(self, found: LoadReading) -> None:
         """The load of one step. It is shown if there is none of a window under the same placement."""
+        if not found.load_by_slot.any():  # nothing was routed in it, and so nothing measured
+            return
         if self.load_steps <= 1:
             self.load, self.load_steps = found.load_by_slot, 1
         self._measured(found.balancedness)
@@ -50,6 +52,7 @@ class ReshuffleFigures:
     def planned(self, plan: Plan) -> None:
         """A plan was made from the last window."""
         self.feasible = plan.feasible
+        self._listener.balancedness(self._model, self.balancedness, self.feasible)
         if not self._logs:
             return
         advised, redundant = plan.advice.num_redundant_experts, self._layout.num_redundant_experts
@@ -108,6 +111,8 @@ class ReshuffleFigures:
         self._listener.rebalanced(self._model, result, rows, rows * self._row_bytes)
 
     def _measured(self, balancedness: float) -> None:
+        if not balancedness:  # no row was routed
+            return
         self.balancedness = balancedness
         self._listener.balancedness(self._model, balancedness, self.feasible)
         if self._logs_balancedness:

@@ -104,7 +104,8 @@ class LoadWindow:
     def abandoned(self) -> None:
         """The migration was given up. Waits begin anew, each twice as long as the last; then `is_disabled`."""
         self.num_abandoned += 1
-        self.is_disabled = self.num_abandoned > self._config.max_retries
+        # Once set, it stays until `resume`: an import that went well meanwhile counts from zero again.
+        self.is_disabled |= self.num_abandoned > self._config.max_retries
         most = max(0, self._config.max_retries - 1)
         self.interval = self._config.step_interval * 2 ** min(self.num_abandoned - 1, most)
         self._restart()

@@ -16,6 +16,9 @@ from typing import Any
 
 MODEL_TYPE = "deepseek_v41"
 
+_LARGEST = 2**31 - 1  # sizes are dimensions of arrays, and ids int32
+_MOST_EXPERTS = 65536  # every one has names and shapes of its own
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run. The message names the field, its value and the remedy."""
@@ -123,9 +126,15 @@ class ModelConfig:
                      "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "index_n_heads", "index_head_dim",
                      "index_topk", "candidate_topk_blocks", "candidate_block_size"):
             need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1; correct config.json")
+        for name in ("n_routed_experts", "dspark_n_routed_experts"):
+            need(getattr(self, name) <= _MOST_EXPERTS,
+                 f"{name}={getattr(self, name)} must be at most {_MOST_EXPERTS}; correct config.json")
+        need(self.num_nextn_predict_layers >= 0,
+             f"num_nextn_predict_layers={self.num_nextn_predict_layers} must not be negative; use 0 for no draft")
         yarn = self.rope_scaling
         for name, number in (
             ("gate_temp", self.gate_temp), ("swiglu_limit", self.swiglu_limit),
+            ("routed_scaling_factor", self.routed_scaling_factor),
             ("rope_scaling.factor", yarn.factor), ("rope_scaling.beta_fast", yarn.beta_fast),
             ("rope_scaling.beta_slow", yarn.beta_slow),
             ("rope_scaling.original_max_position_embeddings", yarn.original_max_position_embeddings),
@@ -139,6 +148,7 @@ class ModelConfig:
         need(self.image_token_id < self.vocab_size and all(0 <= i < self.vocab_size for i in self.eos_token_ids),
              f"eos_token_id={list(self.eos_token_ids)} and image_token_id={self.image_token_id} must be below "
              f"vocab_size={self.vocab_size}; correct config.json")
+        need(len(self.eos_token_ids) >= 1, "eos_token_id=[] is empty; give at least one token id")
         need(self.n_shared_experts == 1, f"n_shared_experts={self.n_shared_experts} is not supported; use 1")
         need(self.num_attention_heads % self.o_groups == 0,
              f"o_groups={self.o_groups} must divide num_attention_heads={self.num_attention_heads}")
@@ -178,6 +188,8 @@ class ModelConfig:
              f"engram_num_embeddings has {len(self.engram_num_embeddings)} entries; give one per entry of "
              f"engram_layer_ids={list(self.engram_layer_ids)}")
         if self.engram_layer_ids:
+            for name in ("engram_head_dim", "engram_n_heads"):
+                need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1; correct config.json")
             columns = max(1, self.num_engram_columns)
             need(0 < self.engram_vocab_size <= max(self.engram_num_embeddings) // columns + 1,
                  f"engram_vocab_size={self.engram_vocab_size} does not fit engram_num_embeddings="
@@ -288,7 +300,7 @@ class ModelConfig:
             raise ConfigError(f"{path} does not exist; give a checkpoint folder that holds config.json")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as err:
+        except (OSError, ValueError, RecursionError) as err:  # the last: nested too deeply
             raise ConfigError(f"{path} is not valid JSON ({err}); write the released config.json there") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} must hold a JSON object, not {type(raw).__name__}")
@@ -325,11 +337,20 @@ class ModelConfig:
             image_token_id=_coerce("image_token_id", raw.get("image_token_id", -1), "int"),
             vision_layers=_coerce("vision_config.num_hidden_layers", vision.get("num_hidden_layers", 0), "int"),
         )
-        return cls(**values)
+        config = cls(**values)
+        if config.engram_layer_ids and config.engram_max_ngram_size < 2:
+            raise ConfigError(f"engram_max_ngram_size={config.engram_max_ngram_size} must be at least 2; correct "
+                              "config.json")  # fmt: skip
+        for name in ("bos_token_id", "pad_token_id"):
+            token_id = getattr(config, name)
+            if name in raw and not 0 <= token_id < config.vocab_size:
+                raise ConfigError(f"{name}={token_id} must be a token id below vocab_size={config.vocab_size}; correct "
+                                  "config.json")  # fmt: skip
+        return config
 
     def to_json(self) -> dict[str, Any]:
         """The released nested layout, such that `from_json(c.to_json()) == c` for a model without its draft."""
-        text: dict[str, Any] = {"model_type": "deepseek_v41_text", "num_key_value_heads": 1, **_FIXED}
+        text: dict[str, Any] = {"model_type": "deepseek_v41_text", **_FIXED}
         for field in dataclasses.fields(self):
             if field.name not in _TOP_LEVEL:
                 value = getattr(self, field.name)
@@ -355,7 +376,8 @@ class ModelConfig:
 
 
 # Settings of the released file that change the arithmetic and that we implement in one form only.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc"}
+_FIXED = {"num_key_value_heads": 1, "hidden_act": "silu", "attention_bias": False, "scoring_func": "sqrtsoftplus",
+          "topk_method": "noaux_tc"}  # fmt: skip
 _TOP_LEVEL = {"bos_token_id", "eos_token_ids", "pad_token_id", "image_token_id", "vision_layers",
               "num_speculative_tokens"}  # fmt: skip
 
@@ -368,9 +390,14 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
     """Check one JSON value against the field's declared type. Integers are accepted where floats are declared."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if kind == "int" and is_int:
+        if abs(value) > _LARGEST:
+            raise ConfigError(f"{name}={value} must be between -{_LARGEST} and {_LARGEST}; correct config.json")
         return value
     if kind == "float" and (is_int or isinstance(value, float)):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name}={value} is too large for a float; correct config.json") from None
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "tuple[int, ...]" and isinstance(value, list):

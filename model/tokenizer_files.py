@@ -32,7 +32,7 @@ def load_tokenizer_config(folder: str | Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:  # the last: nested too deeply
         raise ConfigError(f"{path} is not valid JSON ({err}); correct or remove it") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {type(config).__name__}; correct or remove it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -71,6 +72,7 @@ class Job:
         if processes.num_processes == 1:
             _log.warning("coordinator=%s is given, but num_processes is 1: this process serves alone",
                          processes.coordinator)  # fmt: skip
+            return cls.alone(schema)
         port = 0 if processes.process_id else free_port()
         job: Job | None = None
         try:
@@ -177,6 +179,9 @@ def exit_after(seconds: float, status: int) -> None:
 
 def exit_now(status: int) -> None:
     """End the process at once, past threads that cannot be stopped."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # it may be closed, or None
+                stream.flush()
+    finally:
+        os._exit(status)

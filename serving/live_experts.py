@@ -36,6 +36,8 @@ class LiveExperts:
 
     def rebalance(self, steps: int | None = None) -> None:
         """Make a plan after `steps` more recorded steps, 32 or the whole window if None."""
+        if self._reshuffler is None:  # whatever `steps` is
+            raise EplbOff
         if steps is not None and not isinstance(steps, int | np.integer):
             raise ConfigError(f"steps={steps!r} must be a whole number; use 1 to {self._window_size}, or leave it out")
         if steps is not None and not 1 <= steps <= self._window_size:

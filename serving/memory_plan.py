@@ -152,7 +152,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, platform: str | None =
     is_cpu = (platform or jax.default_backend()) == "cpu"
     moving = [_moving_parts(model, config, numerics, of_decode, place, is_cpu)
               for place in range(len(decode_layouts)) if config.enable_eplb]  # fmt: skip
-    tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size))
+    tally = jax.eval_shape(functools.partial(init_tally, sizes.slots_per_rank, model.vocab_size, jnp.zeros))
     prefill = MeshMemory(
         name="prefill",
         ranks=sizes.prefill_ranks,
@@ -221,7 +221,7 @@ def format_bytes(num_bytes: int) -> str:
     """In the largest binary unit that leaves a number of at least 1."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
+        if round(size, 1) < 1024 or unit == "TiB":
             break
         size /= 1024
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"

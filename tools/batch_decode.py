@@ -69,7 +69,10 @@ def decode_file(
     engine: Engine, lines: list[tuple[int, bytes]], out: TextIO, sampling: SamplingParams, *,
     on_line: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Decode every line and write the results to `out` in order; `on_line` is called as each line is done."""
+    """Decode every line and write the results to `out` in order; `on_line` is called as each line is done.
+
+    Raises OSError if `out` cannot be written.
+    """
     return asyncio.run(_decode(engine, lines, out, sampling, on_line))
 
 
@@ -101,9 +104,15 @@ async def _decode(
             on_line()
 
     # Twice as many as run at once, so that the next ones are ready when a slot falls free.
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(len(lines), 2 * engine.config.max_num_seqs)):
-            group.create_task(work())
+    unwritten: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(lines), 2 * engine.config.max_num_seqs)):
+                group.create_task(work())
+    except* OSError as errors:
+        unwritten = errors.exceptions[0]
+    if unwritten is not None:  # out of its group: it is a sentence for the user
+        raise unwritten
     return Outcome(lines=len(lines), failed=failed, fatal=fatal)
 
 
@@ -137,6 +146,10 @@ def _parse_object(line: bytes) -> dict[str, Any]:
         raise RequestError("line", line[:40].decode(errors="replace"), f"is not valid JSON ({err})") from None
     if not isinstance(fields, dict):
         raise RequestError("line", str(fields)[:40], 'must be a JSON object such as {"prompt": "Hello"}')
+    try:
+        json.dumps(fields.get("id"), allow_nan=False)  # it is written out again
+    except (ValueError, RecursionError):
+        raise RequestError("id", fields["id"], "cannot be written as JSON; use text or a whole number") from None
     return fields
 
 

@@ -7,6 +7,7 @@ command can still set JAX's environment.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import os
 import sys
@@ -73,6 +74,7 @@ USER_ERRORS = (
     "widemesh.serving.grpc.client:ServerError",
     "widemesh.pallas_kernels.gpu.toolchain:ToolchainError",
 )
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a write, which names no file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,18 +86,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         command, prog, rest = _find(args)
-        return _parse(command, prog, rest).run() or 0
+        status = _parse(command, prog, rest).run() or 0
+        sys.stdout.flush()  # while an error of it can still be told
+        return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _empty_stdout()
         return 1
     except Exception as err:
         sentence = _sentence(err)
         if sentence is None:
             raise
         print(f"widemesh: {sentence}", file=sys.stderr)
+        _empty_stdout()
         return EXIT_USER_ERROR
+
+
+def _empty_stdout() -> None:
+    """Write or drop what standard output still holds, which Python would write, and complain about, as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _find(args: list[str]) -> tuple[Command, str, list[str]]:
@@ -105,12 +118,12 @@ def _find(args: list[str]) -> tuple[Command, str, list[str]]:
     while True:
         word = args.pop(0) if args else "--help"
         if word in ("-h", "--help"):
-            print(_help(prog, level))
+            print(_help(prog, level), flush=True)
             raise SystemExit(0)
         if word == "--version":
             from widemesh import __version__
 
-            print(f"widemesh {__version__}")
+            print(f"widemesh {__version__}", flush=True)
             raise SystemExit(0)
         found = level.get(word)
         if found is None:
@@ -145,6 +158,8 @@ def _sentence(err: Exception) -> str | None:
     """What to tell the user about an error of their making; None for a defect of ours, which keeps its traceback."""
     if isinstance(err, OSError) and err.filename is not None:
         return f"{err.filename}: {err.strerror}; check the path and its permissions"
+    if isinstance(err, OSError) and err.errno in _CANNOT_WRITE:
+        return f"writing failed ({err.strerror}); free space or write elsewhere"
     for name in USER_ERRORS:
         module, cls = name.split(":")
         known = getattr(sys.modules.get(module), cls, None)

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
-from widemesh.serving.grpc.client import Client
+from widemesh.serving.grpc.client import Client, ServerError
 from widemesh.serving.grpc.server import GrpcServer, ServerConfig
-from widemesh.serving.request import SamplingParams
+from widemesh.serving.request import RequestError, SamplingParams
 from widemesh.serving.tokens import BROKEN
 from widemesh.tools.embedded import embedded_checkpoint
 from widemesh.tools.logs import log_to_stderr
@@ -72,6 +72,7 @@ class Demo:
             raise ConfigError(f"requests={self.requests} must be at least 1; use {len(PROMPTS)}")
         if not 1 <= self.max_tokens <= 256:
             raise ConfigError(f"max_tokens={self.max_tokens} must be between 1 and 256; use 48")
+        self._sampling(0)  # checks its own fields
 
     def run(self) -> None:
         console = Console()
@@ -109,19 +110,28 @@ class Demo:
             await server.set_engine(engine)
             console.print(f"serving on 127.0.0.1:{server.port}; sending {self.requests} prompts")
             rows = [Progress(prompt=PROMPTS[i % len(PROMPTS)]) for i in range(self.requests)]
+            refusal: Exception | None = None
             async with Client(port=server.port) as client:
                 await client.fetch_tokenizer()
                 start_s = time.monotonic()
-                with _View(rows, console) as view:
-                    async with asyncio.TaskGroup() as group:
-                        for i, row in enumerate(rows):
-                            group.create_task(self._ask(client, i, row, view.show))
+                try:
+                    with _View(rows, console) as view:
+                        async with asyncio.TaskGroup() as group:
+                            for i, row in enumerate(rows):
+                                group.create_task(self._ask(client, i, row, view.show))
+                except* (ServerError, RequestError, OSError) as errors:
+                    refusal = errors.exceptions[0]
+                if refusal is not None:  # out of its group: it is a sentence for the user
+                    raise refusal
                 return rows, time.monotonic() - start_s
         finally:
             await server.stop()
 
+    def _sampling(self, index: int) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, seed=index, max_tokens=self.max_tokens, ignore_eos=True)
+
     async def _ask(self, client: Client, index: int, row: Progress, show: Callable[[int], None]) -> None:
-        sampling = SamplingParams(temperature=self.temperature, seed=index, max_tokens=self.max_tokens, ignore_eos=True)
+        sampling = self._sampling(index)
         start_s = time.monotonic()
         async with contextlib.aclosing(client.generate(row.prompt, sampling, request_id=f"demo-{index}")) as pieces:
             async for piece in pieces:

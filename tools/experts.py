@@ -17,7 +17,7 @@ from widemesh.serving.grpc.experts_client import ExpertsClient, check_steps
 from widemesh.sharding.ticket import TicketError
 from widemesh.sharding.ticket.addresses import split_address
 from widemesh.tools.plotting import check_plotting
-from widemesh.tools.settings import check_output
+from widemesh.tools.settings import check_output, whole_file
 
 _WIDTH = 100  # columns of the tables, at least
 
@@ -131,7 +131,8 @@ class Export(ExpertsCommand):
         check_output(self.file, "file")
         with self.connect() as client:
             text = client.export_placement()
-        self.file.write_text(text, encoding="utf-8")
+        with whole_file(self.file) as scratch:
+            scratch.write_text(text, encoding="utf-8")
         print(f"the placement of {self.server} is in {self.file}")
 
 

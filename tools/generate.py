@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from widemesh.model.config import ConfigError
 from widemesh.serving.config import EngineConfig
 from widemesh.serving.grpc.client import Client, ServerError
 from widemesh.serving.request import SamplingParams
-from widemesh.tools.settings import check_output, parse_with_file
+from widemesh.tools.settings import check_output, parse_with_file, whole_file
 
 _DEFAULT_SAMPLING = SamplingParams(max_tokens=256)
 
@@ -63,6 +62,10 @@ class Generate:
             for flag, value in (("--model", self.engine.model), ("--out", self.out)):
                 if value:
                     raise ConfigError(f"{flag}={str(value)!r} goes with --file; leave it out when you ask a server")
+            for field in dataclasses.fields(self.engine):
+                if getattr(self.engine, field.name) != field.default:
+                    flag = f"--engine.{field.name.replace('_', '-')}"
+                    raise ConfigError(f"{flag} goes with --file; leave it out when you ask a server")
         elif not self.engine.model or self.out is None:
             raise ConfigError("--file needs --model DIR and --out OUT.jsonl")
 
@@ -93,20 +96,16 @@ class Generate:
 
         from widemesh.tools.batch_decode import decode_file, read_lines
 
-        check_output(out)
+        check_output(out, source=file)
         lines = read_lines(file)
-        scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         console = Console(stderr=True)
-        try:
-            with scratch.open("x", encoding="utf-8") as stream:  # before loading: a wrong path shows at once
-                from widemesh.serving.engine import Engine
+        # Opened before loading: a wrong path shows at once.
+        with whole_file(out) as scratch, scratch.open("x", encoding="utf-8") as stream:
+            from widemesh.serving.engine import Engine
 
-                with Engine(self.engine) as engine, Progress(console=console) as progress:
-                    bar = progress.add_task("decoding", total=len(lines))
-                    outcome = decode_file(engine, lines, stream, self.sampling, on_line=lambda: progress.advance(bar))
-            scratch.replace(out)
-        finally:
-            scratch.unlink(missing_ok=True)
+            with Engine(self.engine) as engine, Progress(console=console) as progress:
+                bar = progress.add_task("decoding", total=len(lines))
+                outcome = decode_file(engine, lines, stream, self.sampling, on_line=lambda: progress.advance(bar))
         if outcome.failed:
             print(f"widemesh: {outcome.failed} of {outcome.lines} lines have an \"error\" in {out}", file=sys.stderr)
         if outcome.fatal:

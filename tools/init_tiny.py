@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -35,7 +36,16 @@ class InitTiny:
         folder = self.folder
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} exists already and is not an empty folder; give another one")
-        write_tiny(folder, preset=self.preset, seed=self.seed, form=self.form)
+        was_there = folder.exists()
+        try:
+            write_tiny(folder, preset=self.preset, seed=self.seed, form=self.form)
+        except BaseException:  # or what was written would be in the way of another try
+            with contextlib.suppress(OSError):
+                for path in folder.iterdir():
+                    path.unlink()
+                if not was_there:
+                    folder.rmdir()
+            raise
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"wrote {self.preset} ({self.form}, seed {self.seed}, {size / 1e6:.1f} MB) to {folder}")
 
@@ -49,7 +59,8 @@ def write_tiny(folder: Path, *, preset: str, seed: int, form: Form) -> None:
     config = PRESETS[preset].with_draft(PRESETS[preset].dspark_block_size)  # the draft belongs to a released checkpoint
     tokenizer, tokenizer_config = tiny_tokenizer(config)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not `tokenizer.save`, which raises no OSError.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     text = json.dumps(tokenizer_config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     write_checkpoint(folder, config, random_tensors(config, seed), form=form)  # config.json last: then it is whole

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from widemesh.model.config import ConfigError
-from widemesh.tools.settings import check_output
+from widemesh.tools.settings import check_output, whole_file
 
 NumericsName = Literal["plain", "kvq", "w8a8", "reference", "serving"]
 
@@ -32,7 +32,7 @@ class Logits:
     page_size: int = 64  # tokens per page of the caches that the ids run through; changes no result
 
     def run(self) -> None:
-        check_output(self.out)
+        check_output(self.out, source=self.tokens)
         lists = self._read_lists()
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         from rich.console import Console
@@ -48,18 +48,18 @@ class Logits:
             check_token_ids(ids, model.config, f"tokens[{number}]")
         steps = track(lists, "logits", console=Console(stderr=True), disable=len(lists) < 2)
         tensors = {f"logits.{number}": model.logits(ids, mode) for number, ids in enumerate(steps)}
-        partial = self.out.with_name(f".{self.out.name}.{os.getpid()}.partial")
         try:
-            write_tensor_file(partial, tensors)
-            partial.replace(self.out)
-        finally:
-            partial.unlink(missing_ok=True)
+            with whole_file(self.out) as scratch:
+                write_tensor_file(scratch, tensors)
+        except OSError as err:
+            raise ConfigError(f"out={str(self.out)!r}: writing failed ({err.strerror or err}); free space or name a "
+                              "file elsewhere") from None  # fmt: skip
         print(json.dumps({"lists": len(lists), "positions": sum(map(len, lists)), "out": str(self.out)}))
 
     def _read_lists(self) -> list[list[Any]]:
         try:
             content = json.loads(self.tokens.read_text(encoding="utf-8"))
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             raise ConfigError(f"{self.tokens} is not valid JSON ({err}); write a list of lists of ids") from None
         if not isinstance(content, list) or not content or not all(isinstance(part, list) for part in content):
             raise ConfigError(f"{self.tokens} must hold a non-empty list of lists of token ids")

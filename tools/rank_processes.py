@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TextIO
 
 _LAST_LINES_S = 1.0  # for the log of a process that has ended, whose pipe a child of its own may hold open
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal has gone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ def run_ranks(
 ) -> int:
     """Run a job's processes until all have ended; blocks, and handles signals, so call it from the main thread.
 
-    SIGINT, SIGTERM and the end of any one of them stop them all: each gets SIGTERM and, `stop_s` later, is killed.
-    Returns 0 if they were told to stop and did, else the status of the first that ended with another one, where 128 +
-    a signal's number stands for a signal. `say` gets a sentence on every end that was not asked for. Raises OSError if
-    one cannot be started; those that were are killed.
+    SIGINT, SIGTERM, SIGHUP (not if it was ignored before, as by nohup) and the end of any one of them stop them all:
+    each gets SIGTERM and, `stop_s` later, is killed. Returns 0 if they were told to stop and did, else the status
+    of the first that ended with another one, where 128 + a signal's number stands for a signal. `say` gets a sentence
+    on every end that was not asked for. Raises OSError if one cannot be started; those that were are killed.
 
     `end_sentence` finds in a process's log what it says of the job's end, with a group `reason`. Several processes end
     at about the same time then, and who is first says little, so the first reason that any has logged is told.
@@ -71,7 +71,11 @@ class _Job:
             pump.start()
         threading.Thread(target=self._wait, args=(rank, process, pumps), daemon=True).start()
 
-    def supervise(self, stop_s: float, say: Callable[[str], None]) -> int:
+    def supervise(self, stop_s: float, say_aloud: Callable[[str], None]) -> int:
+        def say(sentence: str) -> None:
+            with self._print:  # not between a process's line and its end
+                say_aloud(sentence)
+
         first = self._events.get()
         failures: list[int] = []
         if first is not None:
@@ -111,7 +115,9 @@ class _Job:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Turn signals into events for as long as the context lasts."""
-        before = {number: signal.signal(number, lambda *_: self._events.put(None)) for number in _SIGNALS}
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [number for number in _SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, lambda *_: self._events.put(None)) for number in numbers}
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import http.client
+import math
 import time
 import urllib.error
 import urllib.parse
@@ -94,13 +95,18 @@ def read_page(url: str, timeout_s: float) -> Page:
     values: collections.Counter[str] = collections.Counter()
     last_ranks: collections.Counter[int] = collections.Counter()
     balancedness: dict[str, float] = {}
-    for sample in samples:
-        if sample.name == "widemesh:ticket_last_rank_total":
-            last_ranks[int(sample.labels["rank"])] += sample.value  # type: ignore[assignment]
-        elif sample.name == "widemesh:eplb_balancedness":
-            balancedness[sample.labels["model"]] = sample.value
-        elif not sample.name.endswith("_bucket"):
-            values[sample.name] += sample.value  # type: ignore[assignment]
+    try:
+        for sample in samples:
+            if sample.name.startswith(("vllm:", "widemesh:")) and not math.isfinite(sample.value):
+                raise ValueError(sample.value)
+            if sample.name == "widemesh:ticket_last_rank_total":
+                last_ranks[int(sample.labels["rank"])] += sample.value  # type: ignore[assignment]
+            elif sample.name == "widemesh:eplb_balancedness":
+                balancedness[sample.labels["model"]] = sample.value
+            elif not sample.name.endswith("_bucket"):
+                values[sample.name] += sample.value  # type: ignore[assignment]
+    except (KeyError, ValueError):
+        raise ScrapeError("not an engine's page") from None
     if "vllm:num_requests_running" not in values:
         raise ScrapeError("no engine yet" if not samples else "not an engine's page")
     labels = next(sample.labels for sample in samples if sample.name == "vllm:num_requests_running")

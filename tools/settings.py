@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from types import UnionType
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -37,23 +39,47 @@ def parse_with_file[T: _HasEngine](
     args, groups = _take_groups(args, classes, prefix)
     settings |= {name: settings.get(name, {}) | group for name, group in groups.items()}
     model = settings.pop("model", None)
+    if not isinstance(model, str | None):
+        raise ConfigError(f"{path}: model={model!r} must be text; write it in quotes")
     parsed = parse_flags(cls, prog, [*args, *as_flags(settings, args, prefix)])
     if model is not None and not parsed.engine.model:
-        parsed = dataclasses.replace(parsed, engine=dataclasses.replace(parsed.engine, model=str(model)))  # type: ignore[type-var]
+        parsed = dataclasses.replace(parsed, engine=dataclasses.replace(parsed.engine, model=model))  # type: ignore[type-var]
     return parsed
 
 
-def check_output(path: Path, name: str = "out") -> None:
+def check_output(path: Path, name: str = "out", source: Path | None = None) -> None:
     """Refuse an output file that could not be written in the end. Raises ConfigError; called before the work.
 
-    `name` is that of the setting, which the error gives.
+    `name` is that of the setting, which the error gives; `source` is the input file, which must not be overwritten.
     """
     if path.is_dir():
         raise ConfigError(f"{name}={str(path)!r} is a folder; name a file in it")
-    if not path.parent.is_dir():
+    if path.exists() and not path.is_file():  # a device or a pipe, which a file would take the place of
+        raise ConfigError(f"{name}={str(path)!r} is no regular file; name one")
+    target = _followed(path)
+    if not target.parent.is_dir():
         raise ConfigError(f"{name}={str(path)!r}: its folder does not exist; make it first")
-    if not os.access(path.parent, os.W_OK):
+    if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{name}={str(path)!r}: its folder cannot be written to; name a file elsewhere")
+    if source is not None and target == _followed(source):
+        raise ConfigError(f"{name}={str(path)!r} is the input file, which it would overwrite; name another one")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """The path of a file to write, which takes the place of `path` once the block has ended, and goes if it raises."""
+    target = _followed(path)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield scratch
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _followed(path: Path) -> Path:
+    """Where links lead."""
+    return Path(os.path.realpath(path))  # `Path.resolve` raises RuntimeError for a link to itself
 
 
 def find_config(args: Sequence[str]) -> Path | None:
@@ -71,7 +97,7 @@ def read_settings(path: Path, classes: Sequence[type]) -> dict[str, Any]:
     """The file's mapping, keys with underscores. Raises ConfigError for a key that is no field of `classes`."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
+    except (yaml.YAMLError, ValueError, RecursionError) as err:  # ValueError: a date or a number that cannot be
         reason = " ".join(str(err).split())
         raise ConfigError(f"{path} is not valid YAML ({reason}); correct it") from None
     if content is None:
@@ -86,7 +112,7 @@ def _known_settings(
 ) -> dict[str, Any]:
     """The mapping with underscores in its keys, and likewise the groups in it. Raises ConfigError, with `source`."""
     known = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    groups = _groups(classes)
+    groups, hints = _groups(classes), _hints(classes)
     settings = {str(key).replace("-", "_"): value for key, value in content.items()}
     unknown = sorted(settings.keys() - known)
     if unknown:
@@ -100,13 +126,31 @@ def _known_settings(
             settings[key] = _known_settings(value or {}, [groups[key]], source, f"{group}{key}.")
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
             raise ConfigError(f"{source}: {group}{key} must be one value or a list of values")
+        elif remedy := _remedy(value, hints[key]):
+            raise ConfigError(f"{source}: {group}{key}={value!r} {remedy}")
     return settings
+
+
+def _remedy(value: Any, hint: Any) -> str:
+    """What to do about a value that would be another flag than the field's; empty where flags tell wrong values."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if isinstance(value, list):
+        if all(get_origin(kind) is not tuple for kind in kinds):
+            return "must be one value; write no list"
+        return 'must not hold "--"; leave it out' if any(str(item).startswith("--") for item in value) else ""
+    if bool in kinds and not isinstance(value, bool):
+        return "must be true or false; write one of them, without quotes"
+    return "must not be true or false; write text in quotes" if isinstance(value, bool) and bool not in kinds else ""
 
 
 def _groups(classes: Sequence[type]) -> dict[str, type]:
     """The fields of `classes` that are dataclasses themselves."""
-    fields = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-    return {name: hint for name, hint in fields.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
+    hints = _hints(classes).items()
+    return {name: hint for name, hint in hints if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
+
+
+def _hints(classes: Sequence[type]) -> dict[str, Any]:
+    return {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
 
 
 def _take_groups(
@@ -124,8 +168,8 @@ def _take_groups(
         text = text if equals else next(left, "")
         try:
             content = json.loads(text)
-        except ValueError as err:
-            raise ConfigError(f"{flag}={text!r} is not JSON ({err}); write {{\"name\": value, ...}}") from None
+        except (ValueError, RecursionError) as err:
+            raise ConfigError(f"{flag}={text[:200]!r} is not JSON ({err}); write {{\"name\": value, ...}}") from None
         if not isinstance(content, dict):
             raise ConfigError(f"{flag}={text!r} must be an object; write {{\"name\": value, ...}}")
         found[name] = _known_settings(content, [cls], flag)
@@ -146,6 +190,8 @@ def as_flags(settings: Mapping[str, Any], given: Sequence[str], prefix: str = ""
             continue
         if isinstance(value, bool):
             flags.append(yes if value else no)
+        elif isinstance(value, list):
+            flags += [yes, *map(str, value)]
         else:
-            flags += [yes, *map(str, value if isinstance(value, list) else [value])]
+            flags.append(f"{yes}={value}")  # one word, so that the value may begin with a dash
     return flags

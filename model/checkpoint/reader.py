@@ -149,7 +149,7 @@ def _find_by_index(folder: Path, index_path: Path) -> _Found:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise TypeError("weight_map is no object of names to file names")
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as err:  # the last: nested too deeply
         reason = "weight_map is missing" if isinstance(err, KeyError) else str(err)
         problem = f"{INDEX_FILE} cannot be used ({reason}); copy it again"
         return _Found(files={}, unreadable=set(), is_listed=False, problems=[problem])

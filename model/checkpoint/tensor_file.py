@@ -7,6 +7,7 @@ with the dtypes of `ml_dtypes`. Nothing is read until a view is touched.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,4 +93,4 @@ def write_tensor_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         safetensors.numpy.save_file(dict(tensors), path, metadata={"format": "pt"})
         path.chmod(mode)
     except safetensors.SafetensorError as err:
-        raise OSError(str(err)) from None
+        raise OSError(errno.EIO, str(err), str(path)) from None

@@ -62,30 +62,37 @@ def write_stored(
 ) -> None:
     """Write tensors that have their stored dtypes already, with this config.json and `copies` of other files.
 
-    Checks no tensor's presence. Raises CheckpointError like `write_checkpoint`.
+    Checks no tensor's presence. Raises CheckpointError like `write_checkpoint`. After any error, files that this call
+    has made are gone.
     """
     folder = Path(folder)
     with _reporting(folder):
         _make_empty(folder)
     shards: list[list[str]] = []
+    made = [INDEX_FILE, "config.json"]
+    made += [name + _PARTIAL for name in made]
     try:
         total_bytes = _write_shards(folder, stored, max_shard_bytes, shards)
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        if len(shards) == 1:
+            names = [SINGLE_FILE]
+        with _reporting(folder):
+            for path in copies:
+                if not (folder / path.name).exists():
+                    made.append(path.name)
+                shutil.copyfile(path, folder / path.name)
+            made += names
+            for number, name in enumerate(names):
+                os.replace(_partial(folder, number), folder / name)
+            if len(shards) > 1:
+                weight_map = {tensor: name for name, held in zip(names, shards, strict=True) for tensor in held}
+                _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+            _write_json(folder / "config.json", config_json)
     except BaseException:
-        for number in range(len(shards) + 1):
-            _partial(folder, number).unlink(missing_ok=True)
+        partials = [_partial(folder, number) for number in range(len(shards) + 1)]
+        for path in (*partials, *(folder / name for name in made)):
+            path.unlink(missing_ok=True)
         raise
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = [SINGLE_FILE]
-    with _reporting(folder):
-        for path in copies:
-            shutil.copyfile(path, folder / path.name)
-        for number, name in enumerate(names):
-            os.replace(_partial(folder, number), folder / name)
-        if len(shards) > 1:
-            weight_map = {tensor: name for name, held in zip(names, shards, strict=True) for tensor in held}
-            _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-        _write_json(folder / "config.json", config_json)
 
 
 @contextlib.contextmanager
@@ -105,8 +112,9 @@ def _make_empty(folder: Path) -> None:
     held = [name for name in held if not name.endswith(_PARTIAL)]
     if held:
         raise CheckpointError(folder, [f"the folder already holds {', '.join(held)}; give a new folder or empty it"])
-    for path in folder.glob(f"model-*{_PARTIAL}"):
-        path.unlink()
+    leftovers = (folder / f"{name}{_PARTIAL}" for name in (INDEX_FILE, "config.json"))
+    for path in (*folder.glob(f"model-*{_PARTIAL}"), *leftovers):
+        path.unlink(missing_ok=True)
 
 
 def _write_shards(

@@ -11,7 +11,7 @@ import grpc
 
 from widemesh.eplb import dump_placement, parse_placement, placement_hash
 from widemesh.model.config import ConfigError
-from widemesh.serving.expert_control import ExpertControl, ExpertControlError, control_of
+from widemesh.serving.expert_control import EplbOff, ExpertControl, ExpertControlError, control_of
 from widemesh.serving.expert_models import MODEL_NAMES, TARGET
 from widemesh.serving.grpc.experts_convert import write_status
 from widemesh.serving.grpc.protos import experts_pb2 as pb
@@ -83,7 +83,10 @@ class ExpertsService(ExpertsServicer):
         self, request: pb.ImportPlacementRequest, context: grpc.aio.ServicerContext
     ) -> pb.ImportPlacementResponse:
         def ask(control: ExpertControl) -> pb.ImportPlacementResponse:
-            owner = parse_placement(request.placement_json, control.status().layout)
+            status = control.status()
+            if status.phase == "off":  # whatever the placement is
+                raise EplbOff
+            owner = parse_placement(request.placement_json, status.layout)
             control.import_placement(owner)
             return pb.ImportPlacementResponse(placement_hash=placement_hash(owner))
 

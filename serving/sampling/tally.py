@@ -7,6 +7,8 @@ step costs more for a longer context. B slots, V vocabulary, W words of a token 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +45,9 @@ class TallyRow:
         return TallyRow(slot=slot, prompt=words, output=counts)
 
 
-def init_tally(slots: int, vocab: int) -> Tally:
-    """Nothing seen."""
-    return Tally(np.zeros((slots, mask_words(vocab)), np.uint32), np.zeros((slots, vocab), np.int32))  # type: ignore[arg-type]
+def init_tally(slots: int, vocab: int, zeros: Callable[..., Any] = np.zeros) -> Tally:
+    """Nothing seen. Host arrays; while shapes are traced, `jnp.zeros` allocates nothing."""
+    return Tally(zeros((slots, mask_words(vocab)), np.uint32), zeros((slots, vocab), np.int32))
 
 
 def write_tally(

@@ -90,6 +90,18 @@ def test_abandoned_migrations_wait_longer_each_time_and_then_for_good():
     assert not window.is_disabled and [r.is_trigger for r in _run(window, 12)].index(True) == 11
 
 
+def test_once_disabled_it_stays_so_until_it_is_resumed():
+    """Also when a placement that was imported meanwhile went well, and the next one did not."""
+    window = LoadWindow(SMALL)
+    for _ in range(4):
+        window.abandoned()
+    window.committed()
+    window.abandoned()
+    assert window.is_disabled and not any(record.is_trigger for record in _run(window, 500))
+    window.resume()
+    assert not window.is_disabled
+
+
 def test_a_good_migration_ends_the_waiting():
     window = LoadWindow(SMALL)
     window.abandoned()

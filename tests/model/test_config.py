@@ -65,11 +65,35 @@ def test_several_end_tokens():
         ({"hidden_size": True}, "hidden_size=True must be of type int"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small' must be of type float"),
         ({"compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1.5, 0, 0]}, r"compress_ratios\[8\]=1.5 must be of type int"),
+        ({"num_key_value_heads": 2}, "text_config.num_key_value_heads=2 is not supported; only 1 is"),
+        ({"rms_norm_eps": 10**400}, "text_config.rms_norm_eps=10+ is too large for a float; correct config.json"),
+        ({"rope_scaling": {"factor": -(10**400)}}, "text_config.rope_scaling.factor=-10+ is too large for a float"),
+        ({"vocab_size": 10**30}, "vocab_size=10+ must be between -2147483647 and 2147483647; correct config.json"),
+        ({"vocab_size": 2**31}, "text_config.vocab_size=2147483648 must be between"),
+        ({"candidate_source_layer_id": -(2**31)}, "candidate_source_layer_id=-2147483648 must be between"),
+        ({"engram_num_embeddings": [156, 2**40]}, r"engram_num_embeddings\[1\]=1099511627776 must be between"),
+        ({"rope_scaling": {"original_max_position_embeddings": 2**31}}, "max_position_embeddings=2147483648 must be"),
+        ({"engram_max_ngram_size": 1}, "engram_max_ngram_size=1 must be at least 2; correct config.json"),
     ],
 )
 def test_bad_values_in_the_file(text, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_json(raw(**text))
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "pad_token_id"])
+def test_token_ids_beyond_the_vocabulary(name):
+    for token_id in (-1, 128):
+        with pytest.raises(ConfigError, match=f"{name}={token_id} must be a token id below vocab_size=128; correct"):
+            ModelConfig.from_json({**raw(), name: token_id})
+    assert getattr(ModelConfig.from_json({**raw(), name: 127}), name) == 127
+    left_out = {key: value for key, value in raw().items() if key != name}
+    assert ModelConfig.from_json(left_out) == TINY
+
+
+def test_key_value_heads_may_be_left_out():
+    assert TINY.to_json()["text_config"]["num_key_value_heads"] == 1
+    assert ModelConfig.from_json(raw(num_key_value_heads=None)) == TINY
 
 
 @pytest.mark.parametrize(
@@ -90,6 +114,11 @@ def test_bad_values_in_the_file(text, message):
         ({"engram_num_embeddings": (156,)}, "engram_num_embeddings has 1 entries; give one per entry"),
         ({"engram_layer_ids": (1, 9)}, "engram_layer_ids=.*stay below"),
         ({"n_shared_experts": 2}, "n_shared_experts=2 is not supported; use 1"),
+        ({"n_routed_experts": 10**9}, "n_routed_experts=1000000000 must be at most 65536; correct config.json"),
+        ({"dspark_n_routed_experts": 65537}, "dspark_n_routed_experts=65537 must be at most 65536"),
+        ({"num_nextn_predict_layers": -1, "compress_ratios": TINY.compress_ratios[:8]},
+         "num_nextn_predict_layers=-1 must not be negative; use 0 for no draft"),
+        ({"eos_token_ids": ()}, r"eos_token_id=\[\] is empty; give at least one token id"),
     ],
 )
 def test_impossible_combinations(changes, message):
@@ -102,6 +131,7 @@ def test_impossible_combinations(changes, message):
     [
         (None, "does not exist; give a checkpoint folder that holds config.json"),
         ("{", "is not valid JSON"),
+        pytest.param("[" * 100_000, "is not valid JSON", id="deep"),
         ("[]", "must hold a JSON object, not list"),
         ('{"model_type": "llama"}', "model_type='llama' is not supported"),
         ("{}", "model_type=None is not supported"),
@@ -127,6 +157,10 @@ def test_round_trip_through_a_file(tmp_path):
         ({"candidate_block_size": 0}, "candidate_block_size=0 must be at least 1"),
         ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
         ({"gate_temp": 0.0}, "gate_temp=0.0 must be a positive number"),
+        *(({"routed_scaling_factor": number}, f"routed_scaling_factor={number} must be a positive number; correct")
+          for number in (float("nan"), float("inf"), 0.0, -1.5)),
+        ({"engram_head_dim": 0}, "engram_head_dim=0 must be at least 1; correct config.json"),
+        ({"engram_n_heads": 0}, "engram_n_heads=0 must be at least 1; correct config.json"),
         ({"rope_theta": 1.0}, "rope_theta=1.0 must be a number above 1"),
         ({"rope_scaling": RopeScaling(original_max_position_embeddings=0)}, "original_max_position_embeddings=0 must"),
         ({"rope_scaling": RopeScaling(beta_fast=0.0)}, "rope_scaling.beta_fast=0.0 must be a positive number"),

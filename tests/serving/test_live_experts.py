@@ -84,7 +84,8 @@ def test_where_experts_stay_only_status_answers() -> None:
         status = fixed.status()
         assert (status.model, status.phase, status.load_steps) == (model, "off", 0)
         assert status.slot_owner.tolist() == [[0, 1, 2, 3]] * 2 and status.load.shape == (2, 4)
-        for call in (fixed.rebalance, fixed.pause, fixed.resume, lambda: fixed.import_placement([])):  # noqa: B023
+        for call in (fixed.rebalance, lambda: fixed.rebalance(-1), fixed.pause, fixed.resume,  # noqa: B023
+                     lambda: fixed.import_placement([])):  # noqa: B023 # fmt: skip
             with pytest.raises(EplbOff) as caught:
                 call()
             assert str(caught.value) == ("enable_eplb=False: experts stay where they are; start the server with "

@@ -147,6 +147,12 @@ def test_the_longest_released_prompt_is_planned_without_allocating():
     assert parts(plan.prefill)["index scores"] == 128 * (1048576 + 64) * 4
 
 
+def test_any_number_of_slots_is_planned_without_allocating():
+    model = PRESETS["tiny-mesh"]
+    plan = plan_memory(model, EngineConfig(max_num_seqs=10**12, decode_devices=4))
+    assert parts(plan.decode)["penalty tallies"] == 10**12 // 4 * (model.vocab_size * 4 + model.vocab_size // 8)
+
+
 @pytest.mark.parametrize("redundant", [0, 8, 32])
 def test_what_moving_experts_takes(redundant):
     """A layer's rows of a rank twice, those of a slice, the slots of redundant experts in every layer, and the ring.
@@ -297,7 +303,8 @@ def test_tokens_drawn_by_one_dispatch_take_no_ring_rows():
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (1 << 50, "1024.0 TiB"),
+     (1048575, "1.0 MiB"), (1048524, "1023.9 KiB"), ((1 << 40) - 1, "1.0 TiB")],
 )
 def test_units(num_bytes, text):
     assert format_bytes(num_bytes) == text

@@ -48,6 +48,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
         ({}, "does not exist"),
         ({"tokenizer.json": "{"}, "is no usable tokenizer"),
         ({"tokenizer.json": None, "tokenizer_config.json": "[1"}, "is not valid JSON"),
+        pytest.param({"tokenizer.json": None, "tokenizer_config.json": "[" * 100_000}, "is not valid JSON", id="deep"),
         ({"tokenizer.json": None, "tokenizer_config.json": "[1]"}, "must hold a JSON object, not list"),
         ({"tokenizer.json": None, "tokenizer_config.json": '{"add_bos_token": true, "bos_token": "<s>"}'},
          "bos_token='<s>'"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from widemesh.serving.config import EngineConfig
 from widemesh.serving.request import Delta, FinishReason, RequestError, SamplingParams, TokenLogprobs
 from widemesh.serving.tokens import load_tokenizer
 from widemesh.tools.batch_decode import decode_file, parse_line
@@ -65,20 +68,23 @@ def test_bad_lines_cost_no_other_its_result(byte_folder, tmp_path, fake_engine, 
         {"id": "value", "prompt": "a", "temperature": -1},
         {"id": "long", "prompt_token_ids": [1] * 2000},
         {"id": "half\ud800", "prompt": "a\ud800"},
+        b'{"id": NaN, "prompt": "a"}',
+        b'{"id": [1e999], "prompt": "a"}',
         {"prompt": "the", "max_tokens": 1, "id": "last"},
     ]
     status, out = decode(byte_folder, tmp_path, lines)
     assert status == 0
     assert [line["id"] for line in out] == [
-        1, 2, 3, 4, "u", "both", "none", "range", "huge", "kind", "value", "long", "half\ud800", "last"]
+        1, 2, 3, 4, "u", "both", "none", "range", "huge", "kind", "value", "long", "half\ud800", 15, 16, "last"]
     words = ["is not valid JSON", "is not valid JSON", "must be a JSON object", "temprature=1 is no known field",
              "and not both", "must be there, or prompt_token_ids", "input_ids=512", "prompt_token_ids=1099511627776",
              "max_tokens='three' must be of type int", "temperature=-1.0 must be", "2000 tokens are too many",
-             "lone surrogates"]  # fmt: skip
+             "lone surrogates", "id=nan cannot be written as JSON; use text or a whole number",
+             "id=[inf] cannot be written as JSON"]  # fmt: skip
     for line, expected in zip(out[1:-1], words, strict=True):
         assert expected in line["error"] and set(line) == {"id", "error"}
     assert out[0]["finish_reason"] == out[-1]["finish_reason"] == "length"
-    assert "12 of 14 lines have an \"error\"" in capsys.readouterr().err
+    assert "14 of 16 lines have an \"error\"" in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_keeps_what_was_done(byte_folder, tmp_path, fake_engine, capsys):
@@ -88,6 +94,17 @@ def test_an_engine_that_dies_keeps_what_was_done(byte_folder, tmp_path, fake_eng
     assert status == 2
     assert [("error" in line) for line in out] == [False] * 3 + [True] * 3
     assert "the engine stopped" in out[-1]["error"] and "the engine stopped" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_run_with_its_own_error(byte_folder, fake_engine):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    engine = fake_engine().build(EngineConfig(model=str(byte_folder)))
+    lines = [(number, b'{"prompt_token_ids": [5], "max_tokens": 2}') for number in range(6)]
+    with pytest.raises(OSError, match="No space left on device"):  # not in a group
+        decode_file(engine, lines, Full(), SamplingParams())
 
 
 def test_a_request_that_the_engine_cannot_finish_is_an_error(byte_folder, tmp_path, fake_engine, capsys):

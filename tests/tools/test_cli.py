@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
+import os
 import subprocess
 import sys
 
@@ -82,7 +84,16 @@ def test_version(capsys):
         (["generate", "--file", "a"], "--file needs --model DIR and --out"),
         (["generate", "--file", "/no/such", "--model", "d", "--out", "o"], "/no/such: No such file or directory"),
         (["generate", "--prompt", "a", "--port", "1"], "no server answers at 127.0.0.1:1; start one"),
+        (["generate", "--prompt", "a", "--engine.max-new-kv-loads-per-step", "0"],
+         "--engine.max-new-kv-loads-per-step goes with --file; leave it out"),
+        (["generate", "--file", "a", "--model", "d", "--out", "./a"], "out='a' is the input file, which it would"),
+        (["logits", "d", "--tokens", "a", "--out", "./a"], "out='a' is the input file, which it would overwrite"),
+        (["logits", "d", "--tokens", "a", "--out", "/dev/null"], "out='/dev/null' is no regular file; name one"),
+        (["generate", "--file", "a", "--model", "d", "--out", "/dev/null"], "out='/dev/null' is no regular file"),
         (["demo", "--requests", "0"], "requests=0 must be at least 1"),
+        (["demo", "--temperature", "-1"], "temperature=-1.0 must be "),
+        (["demo", "--temperature", "nan"], "temperature=nan must be "),
+        (["demo", "--temperature", "101"], "temperature=101.0 must be "),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_2(args, sentence, capsys):
@@ -124,6 +135,32 @@ def test_an_engine_error_is_the_users_and_a_defect_keeps_its_traceback(monkeypat
     monkeypatch.setattr(cli, "_parse", lambda *args: _Raises(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError):
         main(["demo"])
+
+
+@pytest.mark.parametrize("args", ["'--help'", "'demo'", "'demo', 'flush'"])
+def test_output_that_has_no_room_is_one_sentence(tmp_path, args):
+    program = (
+        "import resource, sys; from widemesh.tools import cli\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "class Command:\n"
+        f"    def run(self): print('x' * 100, flush='flush' in [{args}])\n"
+        "cli._parse = lambda *args: Command()\n"
+        f"sys.exit(cli.main([{args}]))"
+    )
+    with (tmp_path / "out").open("w") as out:
+        done = subprocess.run([sys.executable, "-c", program], stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "widemesh: writing failed (File too large); free space or write elsewhere\n"
+
+
+def test_errors_that_name_no_file_are_the_users_if_a_write_has_them(monkeypatch, capsys):
+    for number, told in ((errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, True), (errno.ENOTCONN, False)):
+        monkeypatch.setattr(cli, "_parse", lambda *args, number=number: _Raises(OSError(number, os.strerror(number))))
+        if told:
+            assert main(["demo"]) == 2 and capsys.readouterr().err.startswith("widemesh: writing failed (")
+        else:
+            with pytest.raises(OSError, match="not connected"):
+                main(["demo"])
 
 
 def test_a_reader_that_leaves_a_pipe_is_no_crash():

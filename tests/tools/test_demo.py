@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -29,6 +31,26 @@ def test_demo_prints_a_table_and_its_figures(byte_folder, fake_engine, monkeypat
     config = made.configs[0]
     assert (config.prefill_devices, config.decode_devices) == (2, 4)
     assert not made.engines[0].is_alive
+
+
+def test_what_the_server_says_of_a_prompt_is_one_sentence(byte_folder, fake_engine, monkeypatch, capsys):
+    made = fake_engine(delay_s=0.002, die_after=1)
+    monkeypatch.setattr(demo, "embedded_checkpoint", lambda: byte_folder)
+    assert main(["demo", "--requests", "3", "--max-tokens", "5"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("widemesh: ") and "UNAVAILABLE: the engine has stopped" in last
+    assert not made.engines[0].is_alive
+
+
+def test_output_that_has_no_room_is_one_sentence(byte_folder, fake_engine, monkeypatch, capsys):
+    def fail(self, index):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fake_engine()
+    monkeypatch.setattr(demo, "embedded_checkpoint", lambda: byte_folder)
+    monkeypatch.setattr(demo._View, "show", fail)
+    assert main(["demo", "--requests", "3", "--max-tokens", "5"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("widemesh: writing failed (No space left on device);")
 
 
 def test_text_is_shown_on_one_line_without_control_characters():

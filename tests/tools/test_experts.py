@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -203,6 +205,22 @@ def test_a_placement_goes_to_a_file_and_back(serve, capsys, tmp_path) -> None:
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"{address} moves to placement {found} of {file} once every process of its engine has been given it; until "
         "then `widemesh experts show` says waiting, and `widemesh experts pause` withdraws it")  # fmt: skip
+
+
+def test_a_placement_that_cannot_be_written_leaves_the_old_one(serve, capsys, tmp_path, monkeypatch) -> None:
+    write_text = Path.write_text
+
+    def fail(path: Path, text: str, **options: str) -> None:
+        write_text(path, text[:9], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    address, file = serve(fake.FakeExperts()), tmp_path / "placement.json"
+    file.write_text("old")
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert main(["experts", "export", str(file), "--address", address]) == 2
+    assert capsys.readouterr().err == (
+        "widemesh: writing failed (No space left on device); free space or write elsewhere\n")  # fmt: skip
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
 def test_every_command_may_mean_the_draft(serve, capsys, tmp_path) -> None:

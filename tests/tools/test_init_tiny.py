@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from widemesh.model.checkpoint import Checkpoint, tensor_table
 from widemesh.model.checkpoint.storage import quantise
 from widemesh.model.presets import PRESETS
 from widemesh.model.random_weights import random_tensor, random_tensors
+from widemesh.model.tiny_tokenizer import tiny_tokenizer
 from widemesh.serving.tokens import encode_prompt, load_tokenizer, load_tokenizer_config
 from widemesh.tools.cli import main
 from widemesh.tools.init_tiny import write_tiny
@@ -59,6 +63,34 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
     first, same, other = (digests(tmp_path / name) for name in "abc")
     assert first == same
     assert first["model.safetensors"] != other["model.safetensors"] and first["config.json"] == other["config.json"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_write_that_fails_is_in_nobodys_way(tmp_path, monkeypatch, capsys, is_there, name):
+    folder, write_text = tmp_path / "tiny", Path.write_text
+    if is_there:
+        folder.mkdir()
+
+    def fail(path, *args, **kwargs):
+        write_text(path, *args, **kwargs)
+        if path.name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    args = ["init-tiny", str(folder), "--preset", "tiny-structure"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", fail)
+        assert main(args) == 2
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and err.count("\n") == 1
+    assert folder.exists() == is_there and not (is_there and any(folder.iterdir()))
+    assert main(args) == 0
+
+
+def test_the_tokenizer_is_as_its_library_writes_it(tmp_path):
+    write_tiny(tmp_path / "a", preset="tiny-structure", seed=0, form="quantized")
+    tiny_tokenizer(PRESETS["tiny-structure"])[0].save(str(tmp_path / "b"))
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path, capsys):

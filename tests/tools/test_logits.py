@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from widemesh.model.checkpoint import tensor_file
 from widemesh.tools.cli import main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "A"
@@ -56,6 +58,26 @@ def test_mistakes(
     err = capsys.readouterr().err
     assert sentence in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_nested_too_deep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text("[" * 100_000)
+    assert main(["logits", str(GOLDEN), "--tokens", str(tokens), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"widemesh: {tokens} is not valid JSON (maximum recursion depth exceeded")
+
+
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, tensors: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.EIO, "I/O error: No space left on device (os error 28)", str(path))
+
+    monkeypatch.setattr(tensor_file, "write_tensor_file", fail)
+    status, out = run(tmp_path, [[5]])
+    assert status == 2 and [path.name for path in tmp_path.iterdir()] == ["tokens.json"]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"widemesh: out={str(out)!r}: writing failed (I/O error: No space left on device (os error 28)); free space or "
+        "name a file elsewhere")  # fmt: skip
 
 
 def test_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

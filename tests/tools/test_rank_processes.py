@@ -121,7 +121,7 @@ def test_one_that_is_killed_is_named(run: Callable) -> None:
     assert "said: rank 1 has ended with status 137; stopping the others" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all(run: Callable, number: signal.Signals) -> None:
     process = run(SERVER, SERVER)
     wait_for(process, "[rank 0] up", "[rank 1] up")
@@ -129,6 +129,20 @@ def test_a_signal_stops_all(run: Callable, number: signal.Signals) -> None:
     status, out, err = end(process)
     assert (status, err) == (0, [])
     assert sorted(out) == ["[rank 0] stopping", "[rank 1] stopping"]
+
+
+def test_a_job_under_nohup_outlives_its_terminal(run: Callable) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = run(SERVER)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(process, "[rank 0] up")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (0, ["[rank 0] stopping"], [])
 
 
 def test_one_that_ignores_the_signal_is_killed(run: Callable) -> None:

@@ -96,6 +96,13 @@ def test_a_page_is_read(pages: tuple[dict[str, str], int]) -> None:
         ("", "no engine yet"),
         ("# TYPE a gauge\na 1.0\n", "not an engine's page"),
         ("<html>{ nothing like it", "not a metrics page"),
+        *((PAGE.replace(old, new), "not an engine's page") for old, new in (
+            ("running" + LABELS + " 5.0", "running" + LABELS + " NaN"),
+            ("waiting" + LABELS + " 2.0", "waiting" + LABELS + " +Inf"),
+            ("perc" + LABELS + " 0.25", "perc" + LABELS + " NaN"),
+            ('rank="0"', 'rank="x"'), (',rank="0"', ""),
+        )),
+        (PAGE + 'widemesh:eplb_balancedness{engine="3"} 0.5\n', "not an engine's page"),
     ],
 )
 def test_other_pages_are_told_apart(pages: tuple[dict[str, str], int], text: str | None, reason: str) -> None:

@@ -68,8 +68,9 @@ class _Case:
 
     @property
     def recovered(self) -> float:
-        """How much of the way from `before` to uniform routing is covered."""
-        return (self.after.balancedness - self.before.balancedness) / (self.uniform - self.before.balancedness)
+        """How much of the way from `before` to uniform routing is covered; 0 where there is none to cover."""
+        way = self.uniform - self.before.balancedness
+        return (self.after.balancedness - self.before.balancedness) / way if way else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

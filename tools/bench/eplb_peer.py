@@ -31,6 +31,8 @@ def load_peer(path: Path) -> Callable[[np.ndarray, ExpertLayout], np.ndarray]:
         spec.loader.exec_module(module)
     except ImportError as err:
         raise ConfigError(f"peer={str(path)!r} cannot be imported ({err}); install what it needs") from None
+    except Exception as err:
+        raise ConfigError(f"peer={str(path)!r} cannot be run ({type(err).__name__}: {err}); correct it") from None
     function = getattr(module, _FUNCTION, None)
     if function is None:
         raise ConfigError(f"peer={str(path)!r} has no {_FUNCTION}(weight, num_replicas, num_groups, num_nodes, "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from widemesh.tools.bench.host_parts import PartTimer
 
 _OUTPUT_ROOM = 65536  # tokens that a request may have put out when all have come and the last step is measured
+_MOST_STEPS = _OUTPUT_ROOM // 2  # half as many more are for the parts; the rest is for what comes while slots fill
 _WARM_TOKENS = 3  # of each request before steps count
 _POLL_S = 0.02
 
@@ -57,7 +58,8 @@ class HostBench:
     The last line printed is a JSON object: processor time of the engine's thread for a decode step with all slots at
     the short and at the long context (`step_us_8k`, `step_us_855k`), the most `dispatches` of such a step, and for a
     long prompt the thread's time from its arrival to its first dispatch (`admit_ms`), the same if prompts were lists
-    (`admit_ms_lists`), and what the front end takes before (`frontend_ms`). All are medians.
+    (`admit_ms_lists`), and what the front end takes before (`frontend_ms`). All are medians. `short_context` and
+    `long_context` say how long the contexts were, whatever the names of the step times.
     """
 
     slots: int = 64  # requests decoded together
@@ -79,6 +81,8 @@ class HostBench:
             raise ConfigError(f"long_context={self.long_context} must be above short_context={self.short_context}")
         if self.long_context + _OUTPUT_ROOM > 1 << 20:
             raise ConfigError(f"long_context={self.long_context} must be at most {(1 << 20) - _OUTPUT_ROOM}")
+        if self.steps > _MOST_STEPS:
+            raise ConfigError(f"steps={self.steps} must be at most {_MOST_STEPS}; use 400")
         if self.chunk_rows < 128:
             raise ConfigError(f"chunk_rows={self.chunk_rows} must be at least 128; use 2048")
         if not 1 <= self.step_ms <= 1000:  # the readers of 64 requests take more than a millisecond themselves
@@ -105,6 +109,7 @@ class HostBench:
             "admit_ms": round(admission.admit, 3), "admit_ms_lists": round(admission.admit_lists, 1),
             "frontend_ms": round(admission.read + admission.submit, 1),
             "dispatches": max(short.dispatches, long.dispatches), "slots": self.slots,
+            "short_context": self.short_context, "long_context": self.long_context,
         }  # fmt: skip
         print(json.dumps(figures), flush=True)
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from widemesh.model.config import ConfigError
 from widemesh.model.presets import DEFAULT_PRESET, PRESETS
+from widemesh.serving.config import NUMERICS_NAMES
 from widemesh.tools.init_tiny import TINY_PRESETS
 
 
@@ -31,6 +32,10 @@ class Replay:
     def __post_init__(self) -> None:
         if self.preset not in TINY_PRESETS:
             raise ConfigError(f"preset={self.preset!r} is unknown; use one of {', '.join(TINY_PRESETS)}")
+        if self.tokens < 1:
+            raise ConfigError(f"tokens={self.tokens} must be at least 1; use 2048")
+        if self.numerics not in NUMERICS_NAMES:
+            raise ConfigError(f"numerics={self.numerics!r} is unknown; use one of {', '.join(NUMERICS_NAMES)}")
         if self.chunk < 1 or self.tokens % self.chunk:
             raise ConfigError(f"tokens={self.tokens} must be a multiple of chunk={self.chunk}; use whole chunks")
         if self.repeat < 1:

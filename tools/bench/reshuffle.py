@@ -59,6 +59,10 @@ class ReshuffleBench:
         for rows in self.slice_rows:
             experts = PRESETS[self.preset].n_routed_experts
             check_slice_rows(rows, self.eplb(rows).layout(num_layers=1, num_experts=experts, ranks=self.ranks))
+        steps = 2 * self.window + self.rebalances * self.stretch  # those while experts move come on top
+        if steps >= _LONGEST:
+            raise ConfigError(f"rebalances={self.rebalances} times stretch={self.stretch} and twice window="
+                              f"{self.window} are {steps} steps; use fewer than {_LONGEST}")  # fmt: skip
         if self.slots < 1 or self.slots % self.ranks:
             raise ConfigError(f"slots={self.slots} must be a multiple of ranks={self.ranks}; use "
                               f"{max(1, -(-self.slots // self.ranks)) * self.ranks}")  # fmt: skip

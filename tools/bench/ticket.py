@@ -71,13 +71,13 @@ class TicketBench:
             address = f"127.0.0.1:{free_port()}"
             options = [str(size), address, str(self.exchanges), str(self.step_ms)]
             module = [sys.executable, "-m", "widemesh.tools.bench.ticket_ranks"]
-            ranks = [
-                subprocess.Popen([*module, kind, str(rank), *options], stdout=subprocess.PIPE, stderr=said, text=True,
-                                 env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"})
-                for rank in range(size)
-            ]  # fmt: skip
-            until_s = time.monotonic() + _GIVE_UP_S
+            env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+            ranks: list[subprocess.Popen[str]] = []
             try:
+                for number in range(size):
+                    ranks.append(subprocess.Popen([*module, kind, str(number), *options], stdout=subprocess.PIPE,
+                                                  stderr=said, text=True, env=env))  # fmt: skip
+                until_s = time.monotonic() + _GIVE_UP_S
                 found = []
                 for rank in ranks:
                     output, _ = rank.communicate(timeout=max(1.0, until_s - time.monotonic()))

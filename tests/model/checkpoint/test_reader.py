@@ -285,7 +285,9 @@ def test_missing_and_damaged_shards_and_a_wrong_tensor_at_once(sharded):
     assert len(problems) == 5  # no tensor of a bad shard is reported again as missing
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize("text", [
+    "", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', pytest.param("[" * 100_000, id="deep"),
+])  # fmt: skip
 def test_bad_index(sharded, text):
     (sharded / "model.safetensors.index.json").write_text(text)
     (problem,) = problems_of(sharded)

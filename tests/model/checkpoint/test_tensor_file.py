@@ -1,10 +1,12 @@
 """One safetensors file: dtypes, laziness, and files that are not whole."""
 
+import errno
 import json
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 
 from widemesh.model.checkpoint.tensor_file import DTYPES, NAMES, TensorFile, TensorFileError, write_tensor_file
 
@@ -81,3 +83,14 @@ def test_a_missing_file_and_a_folder_in_its_place(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
         with pytest.raises(TensorFileError, match="does not exist"):
             TensorFile.open(path)
+
+
+def test_a_write_that_fails_names_the_file(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    path = tmp_path / "t.safetensors"
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        write_tensor_file(path, {})
+    assert raised.value.errno == errno.EIO and raised.value.filename == str(path)

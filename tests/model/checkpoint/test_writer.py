@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from widemesh.model.checkpoint import Checkpoint, CheckpointError, tensor_table, write_checkpoint
+from widemesh.model.checkpoint.writer import write_stored
 from widemesh.model.config import ModelConfig
 
 
@@ -117,10 +118,33 @@ def test_an_interrupted_write_leaves_no_checkpoint_and_can_be_repeated(tmp_path,
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         Checkpoint.open(tmp_path)
     # A killed process cannot clean up behind itself.
-    (tmp_path / "model-00007.safetensors.partial").write_bytes(b"half")
+    for name in ("model-00007.safetensors", "model.safetensors.index.json", "config.json"):
+        (tmp_path / f"{name}.partial").write_bytes(b"half")
     write_checkpoint(tmp_path, config, weights.items(), form="plain")
     assert Checkpoint.open(tmp_path).form == "plain"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [100, 1 << 20])
+def test_what_fails_after_the_weights_leaves_nothing_and_can_be_repeated(tmp_path, max_shard_bytes):
+    tensors = [(name, np.ones(20, np.float32)) for name in "abc"]
+    (tmp_path / "words").write_text("words")
+    folder, kept = tmp_path / "new", {"merges.txt": "old"}
+    folder.mkdir()
+    (folder / "merges.txt").write_text("old")
+
+    def write(config_json, *copies):
+        write_stored(folder, config_json, tensors, copies=[tmp_path / name for name in copies],
+                     max_shard_bytes=max_shard_bytes)  # fmt: skip
+
+    with pytest.raises(CheckpointError, match="writing failed"):
+        write({}, "words", "merges.txt")  # there is no merges.txt to be copied
+    assert {path.name: path.read_text() for path in folder.iterdir()} == kept
+    with pytest.raises(TypeError):
+        write({"a": object()}, "words")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == kept
+    write({}, "words")
+    assert {"words", "merges.txt", "config.json"} < {path.name for path in folder.iterdir()}
 
 
 def test_a_path_that_is_a_file(tmp_path, config):

@@ -248,13 +248,13 @@ def test_where_rebalancing_is_off_only_looking_is_possible(served):
             out = await stub.ExportPlacement(pb.ExportPlacementRequest())
             load = pb.ImportPlacementRequest(placement_json=out.placement_json)
             calls = [stub.Rebalance(CALLS["Rebalance"]), stub.Pause(CALLS["Pause"]), stub.Resume(CALLS["Resume"]),
-                     stub.ImportPlacement(load)]  # fmt: skip
+                     stub.ImportPlacement(load), stub.ImportPlacement(pb.ImportPlacementRequest())]  # fmt: skip
             return await stub.GetStatus(EVERYTHING), [await refused(call) for call in calls]
 
     status, statuses = asyncio.run(main())
     assert status.phase == "off" and len(status.slot_owner.values) == 24
     sentence = "enable_eplb=False: experts stay where they are; start the server with --enable-eplb"
-    assert statuses == [(grpc.StatusCode.FAILED_PRECONDITION, sentence)] * 4
+    assert statuses == [(grpc.StatusCode.FAILED_PRECONDITION, sentence)] * 5
 
 
 def test_an_import_while_experts_move_is_aborted(served):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from widemesh.serving.config import EngineConfig
 from widemesh.serving.digests import job_digests
 from widemesh.serving.job import Job
 from widemesh.serving.process_config import ProcessConfig
+from widemesh.sharding.ticket import LocalTicket
 from widemesh.tools.cli import main
 
 
@@ -36,6 +39,23 @@ def meet(port: int, *each: dict[str, Any]) -> list[str]:
     """The refusals of processes that come together, by rank."""
     with ThreadPoolExecutor(len(each)) as pool:
         return list(pool.map(lambda item: join(port, item[0], **item[1]), enumerate(each)))
+
+
+def test_a_single_process_is_alone_whatever_coordinator_is_named(new_port) -> None:
+    """Nobody is to be told when it fails, so it stays up to say so."""
+    place = ProcessConfig(coordinator=f"127.0.0.1:{new_port()}", num_processes=1, process_id=0)
+    job = Job.join(place, step_schema(4), {}, timeout_s=5.0)
+    job.fail(RuntimeError("a defect"))
+    job.leave("the end")
+    assert job.end is None and isinstance(job.ticket, LocalTicket)
+
+
+@pytest.mark.parametrize("closed", ["", "import os; os.close(1); os.close(2)", "sys.stdout.close(); sys.stderr.close()",
+                                    "sys.stdout = sys.stderr = None"])  # fmt: skip
+def test_an_end_is_an_end_without_streams(closed: str) -> None:
+    lines = ("import sys, time", "from widemesh.serving.job import exit_after", closed, "exit_after(0.1, 70)",
+             "time.sleep(60)")  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=30, check=False).returncode == 70
 
 
 @pytest.fixture

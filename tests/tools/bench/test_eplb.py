@@ -10,8 +10,8 @@ import pytest
 
 from widemesh.eplb import ExpertLayout, initial_placement
 from widemesh.model.config import ConfigError
-from widemesh.tools.bench.eplb import SKEWS, TARGET, EplbBench
-from widemesh.tools.bench.eplb_loads import Skew, draw_window, measure, uniform
+from widemesh.tools.bench.eplb import SKEWS, TARGET, EplbBench, _Case
+from widemesh.tools.bench.eplb_loads import Measured, Skew, draw_window, measure, uniform
 from widemesh.tools.bench.eplb_peer import load_peer
 from widemesh.tools.cli import main
 
@@ -69,6 +69,15 @@ def test_uniform_routing_reaches_what_it_can():
     assert even.balancedness == pytest.approx(0.96, abs=0.005)
 
 
+@pytest.mark.parametrize(("before", "recovered"), [(0.5, 0.5), (0.9, 0.0)])
+def test_where_nothing_is_to_be_recovered_nothing_is(before, recovered):
+    layout = ExpertLayout(num_layers=1, num_experts=2, ranks=2)
+    found = [Measured(balancedness=even, rank_share=np.ones((1, 2))) for even in (before, 0.7)]
+    case = _Case(model=TARGET, skew=SKEWS["target"][0], layout=layout, load=np.ones((1, 2)), uniform=0.9, bound=1.0,
+                 expected=1.0, before=found[0], after=found[1], transfers=0, least_transfers=0)  # fmt: skip
+    assert case.recovered == pytest.approx(recovered)
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     ({"ranks": 1}, "ranks=1 must be at least 2"),
     ({"steps": 0}, "steps=0 must be at least 1; use 1 or more"),
@@ -85,6 +94,8 @@ def test_bad_settings_are_refused(fields, words):
 @pytest.mark.parametrize(("text", "words"), [
     (None, "is not a Python file"),
     ("import nowhere_to_be_found", "cannot be imported"),
+    ("def rebalance_experts(", r"peer=.* cannot be run \(SyntaxError: .*\); correct it"),
+    ("1 / 0", r"cannot be run \(ZeroDivisionError: division by zero\); correct it"),
     ("x = 1", "has no rebalance_experts"),
     ("def rebalance_experts(*a): return [[[0]]]", r"shape \(1, 1\); the first of what it returns must be \(1, 2\)"),
 ])  # fmt: skip

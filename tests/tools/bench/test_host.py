@@ -39,7 +39,8 @@ def test_the_last_line_is_the_figures(capsys):
     table, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
     figures = json.loads(last)
     assert list(figures) == ["step_us_8k", "step_us_855k", "admit_ms", "admit_ms_lists", "frontend_ms", "dispatches",
-                             "slots"]  # fmt: skip
+                             "slots", "short_context", "long_context"]  # fmt: skip
+    assert (figures["short_context"], figures["long_context"]) == (200, 3000)
     assert figures["slots"] == 4 and figures["dispatches"] == 1  # new pages travel with the step
     assert all(figures[name] > 0 for name in figures)
     for words in (*PARTS, "between steps", "3,000 tokens"):
@@ -102,6 +103,7 @@ def test_lists_hold_what_a_prompt_needs_and_give_it_back():
         ({"short_context": 100}, "short_context=100 must be at least 128"),
         ({"long_context": 8192}, "long_context=8192 must be above short_context=8192"),
         ({"long_context": 1 << 20}, "long_context=1048576 must be at most 983040"),
+        ({"steps": 50000}, "steps=50000 must be at most 32768; use 400"),
         ({"step_ms": 0}, "step_ms=0 must be between 1 and 1000; use 5"),
         ({"chunk_rows": 64}, "chunk_rows=64 must be at least 128; use 2048"),
     ],

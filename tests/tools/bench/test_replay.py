@@ -25,6 +25,9 @@ def test_last_line_counts_the_rows_of_every_layer(capsys):
         ({"preset": "flash"}, "preset='flash' is unknown; use one of tiny-"),
         ({"tokens": 100, "chunk": 64}, "tokens=100 must be a multiple of chunk=64"),
         ({"tokens": 16, "chunk": 8}, "chunk=8 must hold the window of 16 rows"),
+        ({"tokens": 0}, "tokens=0 must be at least 1; use 2048"),
+        ({"tokens": -256}, "tokens=-256 must be at least 1"),
+        ({"numerics": "fp8"}, "numerics='fp8' is unknown; use one of plain, kvq, w8a8, reference, serving"),
         ({"repeat": 0}, "repeat=0 must be at least 1"),
     ],
 )

@@ -63,6 +63,8 @@ def test_gates_are_skewed_by_the_law_it_states(tmp_path):
         ({"slice_rows": (0,)}, "slice_rows=0 must be at least 1"),
         ({"slice_rows": (1, 4)}, "slice_rows=4 is more than the 3 expert slots that a rank has in a layer; use 1 to 3"),
         ({"redundant": 3}, "num_redundant_experts"),
+        ({"rebalances": 70}, "rebalances=70 times stretch=60 and twice window=64 are 4328 steps; use fewer than 4096"),
+        ({"stretch": 662}, "rebalances=6 times stretch=662 and twice window=64 are 4100 steps"),
         ({"skew": -1}, "skew=-1 must not be negative"),
     ],
 )

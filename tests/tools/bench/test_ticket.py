@@ -1,6 +1,7 @@
 """`widemesh bench ticket`: what it counts, and what it refuses."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -27,3 +28,25 @@ def test_last_line_has_a_row_for_each_number_of_processes(capsys):
 def test_bad_values_are_one_sentence(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         TicketBench(**fields)
+
+
+def test_ranks_that_have_started_end_when_another_cannot(monkeypatch):
+    started = []
+
+    class Rank:
+        def __init__(self, *args, **kwargs):
+            if len(started) == 2:
+                raise OSError("no more processes")
+            started.append(self)
+            self.done = []
+
+        def kill(self):
+            self.done.append("kill")
+
+        def wait(self):
+            self.done.append("wait")
+
+    monkeypatch.setattr(subprocess, "Popen", Rank)
+    with pytest.raises(OSError, match="no more processes"):
+        TicketBench()._measure("ticket", 3)
+    assert [rank.done for rank in started] == [["kill", "wait"]] * 2
