@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 import re
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TextIO
 
 _LAST_LINES_S = 1.0  # for the log of a process that has ended, whose pipe a child of its own may hold open
+_LOOK_S = 0.2  # Python handles a signal that comes just before its main thread waits when the waiting is over
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal has gone
 
 
@@ -76,7 +78,7 @@ class _Job:
             with self._print:  # not between a process's line and its end
                 say_aloud(sentence)
 
-        first = self._events.get()
+        first = self._next(math.inf)
         failures: list[int] = []
         if first is not None:
             rank, status = self._ended(first)
@@ -87,16 +89,15 @@ class _Job:
             failures += [status] if status else []
         for process in self._running.values():
             process.terminate()
-        deadline_s: float | None = time.monotonic() + stop_s
+        deadline_s = time.monotonic() + stop_s
         while self._running:
             try:
-                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-                event = self._events.get(timeout=left_s)
+                event = self._next(deadline_s)
             except queue.Empty:
                 say(f"rank {', '.join(map(str, self._running))} did not stop within {stop_s:g} s; killing it")
                 for process in self._running.values():
                     process.kill()
-                deadline_s = None
+                deadline_s = math.inf
                 continue
             if event is None:  # another signal changes nothing
                 continue
@@ -123,6 +124,16 @@ class _Job:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _next(self, deadline_s: float) -> tuple[int, int] | None:
+        """The next event. Raises queue.Empty at the deadline."""
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return self._events.get(timeout=max(0.0, min(left_s, _LOOK_S)))
+            except queue.Empty:
+                if left_s <= _LOOK_S:
+                    raise
 
     def _ended(self, event: tuple[int, int]) -> tuple[int, int]:
         rank, status = event
