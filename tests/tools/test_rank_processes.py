@@ -34,7 +34,8 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 os.write(1, b"up\\n")
-time.sleep(60)
+while True:
+    time.sleep(0.05)  # a signal just before a long sleep would wait for its end
 """
 STUBBORN = """
 import signal, time
@@ -123,7 +124,11 @@ def test_one_that_is_killed_is_named(run: Callable) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all(run: Callable, number: signal.Signals) -> None:
-    process = run(SERVER, SERVER)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup themselves
+    try:
+        process = run(SERVER, SERVER)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     wait_for(process, "[rank 0] up", "[rank 1] up")
     process.send_signal(number)
     status, out, err = end(process)
