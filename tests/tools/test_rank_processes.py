@@ -50,8 +50,8 @@ def run() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`run(script, ..., stop_s=...)` starts a job of these scripts."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*scripts: str, stop_s: float = 10) -> subprocess.Popen[str]:
-        command = [sys.executable, "-S", "-c", RUNNER, str(stop_s), *map(textwrap.dedent, scripts)]
+    def start(*scripts: str, stop_s: float = 10, runner: str = RUNNER) -> subprocess.Popen[str]:
+        command = [sys.executable, "-S", "-c", runner, str(stop_s), *map(textwrap.dedent, scripts)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
@@ -134,6 +134,15 @@ def test_a_signal_stops_all(run: Callable, number: signal.Signals) -> None:
     status, out, err = end(process)
     assert (status, err) == (0, [])
     assert sorted(out) == ["[rank 0] stopping", "[rank 1] stopping"]
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_seen(run: Callable) -> None:
+    """One that another thread gets is as one that comes just before the main thread waits."""
+    get_it = ("import signal, threading, time; time.sleep(0.3); "
+              "signal.pthread_kill(threading.get_ident(), signal.SIGTERM)")  # fmt: skip
+    thread = f"import threading; threading.Thread(target=exec, args=({get_it!r}, {{}}), daemon=True).start()\n"
+    process = run(SERVER, runner=thread + RUNNER)
+    assert end(process) == (0, ["[rank 0] up", "[rank 0] stopping"], [])
 
 
 def test_a_job_under_nohup_outlives_its_terminal(run: Callable) -> None:
